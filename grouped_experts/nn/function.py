@@ -1,0 +1,187 @@
+"""The layer's mathematics as one autograd.Function: fc1 -> activation x router prob -> fc2.
+
+Forward, for row r of expert e with prob p:
+
+    h = x W1_e^T (+ b1_e)      rounded, saved
+    a = p * act(h)             in fp32 from the rounded h; not saved: the backward recomputes it bit for bit
+    y = a W2_e^T (+ p * b2_e)
+
+Backward:
+
+    da = dy W2_e               stays in fp32
+    dp = sum_j da_j act(h)_j (+ dy . b2_e)
+    dh = act'(h) (p * da)      dx = dh W1_e
+    dW2_e = dy_r^T a_r         db2_e = sum p dy
+    dW1_e = dh_r^T x_r         db1_e = sum dh
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grouped_experts.nn.deferred import BiasGradient, PendingGradient, WeightGradient, WgradQueue
+from grouped_experts.ops.activation import scaled_activation_op
+from grouped_experts.ops.fused import fc1_activation_op, fc2_dgrad_activation_op
+from grouped_experts.ops.m_grouped import m_grouped_gemm_op
+from grouped_experts.rows import RowRanges
+
+
+class Weights(NamedTuple):
+    """fc1_weight (E, 2I, H), or (E, I, H) without a gate; fc2_weight (E, H, I); biases (E, 2I) or (E, I), and (E, H)."""
+
+    fc1_weight: Tensor
+    fc2_weight: Tensor
+    fc1_bias: Tensor | None = None
+    fc2_bias: Tensor | None = None
+
+    def need_grad(self) -> Needs:
+        return Needs(*(w is not None and w.requires_grad for w in self))
+
+
+class Needs(NamedTuple):
+    """Which weights want a gradient."""
+
+    fc1_weight: bool
+    fc2_weight: bool
+    fc1_bias: bool
+    fc2_bias: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Deferral:
+    """What a deferred layer hands to its backward beside the graph.
+
+    The live weights must not hang in the graph (DDP's hook would fire early, without a gradient), and every tensor
+    argument of `apply` does: so they travel in this container.
+    """
+
+    queue: WgradQueue
+    weights: Weights
+
+
+class GroupedMLPFunction(torch.autograd.Function):
+    """apply(x, probs, fc1_weight, fc2_weight, fc1_bias, fc2_bias, anchor, rows, activation, dtype, deferral) -> y.
+
+    x (T, H), probs (T,) or None, weights as in `Weights`, rows a RowRanges; products are computed in `dtype`.
+    With a deferral the weights come detached, their gradients go to its queue, and `anchor`, an empty tensor that
+    requires a gradient, keeps y in the graph even if neither x nor probs requires one.
+    Saved: x, h, probs, the ranges and the weights, each only where a wanted gradient needs it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        probs: Tensor | None,
+        fc1_weight: Tensor,
+        fc2_weight: Tensor,
+        fc1_bias: Tensor | None,
+        fc2_bias: Tensor | None,
+        anchor: Tensor | None,
+        rows: RowRanges,
+        activation: str,
+        dtype: torch.dtype,
+        deferral: Deferral | None,
+    ) -> Tensor:
+        need_x, need_probs = ctx.needs_input_grad[:2]
+        needs = Needs(*ctx.needs_input_grad[2:6]) if deferral is None else deferral.weights.need_grad()
+        x_in = x.to(dtype)
+        w1, w2 = fc1_weight.to(dtype), fc2_weight.to(dtype)
+        b1 = None if fc1_bias is None else fc1_bias.to(dtype)
+        b2 = None if fc2_bias is None else fc2_bias.to(dtype)
+        starts, ends = rows.starts, rows.ends
+        h, a = fc1_activation_op(x_in, w1, starts, ends, b1, probs, activation)
+        y = m_grouped_gemm_op(a, w2, starts, ends, b2, None if b2 is None else probs, True)
+
+        need_dh = need_x or needs.fc1_weight or needs.fc1_bias
+        need_da = need_dh or need_probs
+        ctx.save_for_backward(
+            x_in if needs.fc1_weight else None,
+            h if need_da or needs.fc2_weight else None,
+            probs if need_da or needs.fc2_weight or needs.fc2_bias else None,
+            fc1_weight if need_x else None,
+            fc2_weight if need_da else None,
+            fc2_bias if need_probs else None,
+            starts,
+            ends,
+        )
+        ctx.needs, ctx.need_dh, ctx.need_da = needs, need_dh, need_da
+        ctx.x_dtype, ctx.dtype, ctx.activation, ctx.deferral = x.dtype, dtype, activation, deferral
+        ctx.weight_dtypes = tuple(None if w is None else w.dtype for w in (fc1_weight, fc2_weight, fc1_bias, fc2_bias))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        create_graph = torch.is_grad_enabled()
+        with torch.no_grad():
+            dx, dprobs, pending = _backward(ctx, dy)
+            if ctx.deferral is None:
+                d_weights = {p.name: p.gradient.compute() for p in pending}
+            else:
+                ctx.deferral.queue.put(pending)
+                d_weights = {}
+        gradients = (dx, dprobs, *(d_weights.get(name) for name in Weights._fields))
+        if create_graph:
+            gradients = _refuse_double_backward(gradients)
+        return *gradients, None, None, None, None, None
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, list[PendingGradient]]:
+    """dx, dprobs, and the wanted weight gradients as work to be done, fc2 before fc1."""
+    x, h, probs, fc1_weight, fc2_weight, fc2_bias, starts, ends = ctx.saved_tensors
+    needs, dtype, rows = ctx.needs, ctx.dtype, RowRanges(starts, ends)
+    need_x, need_probs = ctx.needs_input_grad[:2]
+    dh = a = dx = dprobs = None
+    if ctx.need_da:
+        b2 = None if fc2_bias is None else fc2_bias.to(dtype)
+        dh, a, dprobs = fc2_dgrad_activation_op(
+            dy, fc2_weight.to(dtype), h, starts, ends, probs, b2, ctx.activation, needs.fc2_weight, need_probs
+        )
+        dprobs = dprobs.to(probs.dtype) if need_probs else None
+    elif needs.fc2_weight:
+        a = scaled_activation_op(h, probs, starts, ends, ctx.activation)
+    if need_x:
+        dx = m_grouped_gemm_op(dh, fc1_weight.to(dtype), starts, ends, None, None, False).to(ctx.x_dtype)
+
+    live = Weights(None, None) if ctx.deferral is None else ctx.deferral.weights  # type: ignore[arg-type]
+    fc1_dtype, fc2_dtype, fc1_bias_dtype, fc2_bias_dtype = ctx.weight_dtypes
+    pending = []
+    if needs.fc2_weight:
+        pending.append(PendingGradient("fc2_weight", live.fc2_weight, WeightGradient(dy, a, rows, fc2_dtype)))
+    if needs.fc2_bias:
+        pending.append(PendingGradient("fc2_bias", live.fc2_bias, BiasGradient(dy, probs, rows, fc2_bias_dtype)))
+    if needs.fc1_weight:
+        pending.append(PendingGradient("fc1_weight", live.fc1_weight, WeightGradient(dh, x, rows, fc1_dtype)))
+    if needs.fc1_bias:
+        pending.append(PendingGradient("fc1_bias", live.fc1_bias, BiasGradient(dh, None, rows, fc1_bias_dtype)))
+    return dx, dprobs, pending
+
+
+def _refuse_double_backward(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients, in a graph whose backward raises.
+
+    `once_differentiable` would not do: where dy needs no gradient it silently drops a gradient penalty.
+    """
+    present = [g for g in gradients if g is not None]
+    if not present:
+        return gradients
+    anchor = torch.empty(0, requires_grad=True)
+    guarded = iter(_NoDoubleBackward.apply(anchor, *present))
+    return tuple(None if g is None else next(guarded) for g in gradients)
+
+
+class _NoDoubleBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(g.view_as(g) for g in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:
+        raise RuntimeError(
+            "GroupedMLP: double backward is not supported: its gradients cannot be differentiated again "
+            "(create_graph=True followed by a backward through them)"
+        )

@@ -1,0 +1,211 @@
+"""GroupedMLP: the experts of a Mixture-of-Experts layer as one module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from grouped_experts.activations import get_activation
+from grouped_experts.nn.deferred import WgradQueue, deliver
+from grouped_experts.nn.function import Deferral, GroupedMLPFunction, Weights
+from grouped_experts.ops.checks import check_device, check_float, check_row_vector, check_rows, check_shape
+from grouped_experts.rows import Counts, RowRanges
+
+
+class GroupedMLP(nn.Module):
+    """y[r] = W2_e (p[r] * act(W1_e x[r] + b1_e)) + p[r] * b2_e for every row r of expert e; zero for rows of no expert.
+
+    T rows, H hidden size, I intermediate size, E experts. Parameters: fc1_weight (E, 2I, H), whose first I rows are the
+    gate and last I rows the up projection, or (E, I, H) for an activation without a gate; fc2_weight (E, H, I); with
+    bias=True also fc1_bias (E, 2I) or (E, I), and fc2_bias (E, H).
+
+    activation: "swiglu", "geglu", "clamped_swiglu" (gpt-oss) or "squared_relu" (no gate).
+    defer_wgrad: the backward computes the gradients of x and probs only and queues the rest for `backward_dw()`.
+
+    Raises ValueError for a size below 1 or an unknown activation.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        defer_wgrad: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_experts": num_experts}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name}: wanted an int >= 1, got {size}")
+        self.hidden_size, self.intermediate_size, self.num_experts = hidden_size, intermediate_size, num_experts
+        self.activation, self.defer_wgrad = activation, defer_wgrad
+        width = get_activation(activation).width(intermediate_size)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
+
+        self.fc1_weight = parameter(width, hidden_size)
+        self.fc2_weight = parameter(hidden_size, intermediate_size)
+        self.register_parameter("fc1_bias", parameter(width) if bias else None)
+        self.register_parameter("fc2_bias", parameter(hidden_size) if bias else None)
+        self._wgrad_queue = WgradQueue()
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Uniform in +-1 / sqrt(fan-in), expert by expert what `nn.Linear` draws."""
+        for weight, bias in ((self.fc1_weight, self.fc1_bias), (self.fc2_weight, self.fc2_bias)):
+            bound = 1 / math.sqrt(weight.shape[2])
+            weight.uniform_(-bound, bound)
+            if bias is not None:
+                bias.uniform_(-bound, bound)
+
+    def forward(self, x: Tensor, tokens_per_expert: Counts | RowRanges, probs: Tensor | None = None) -> Tensor:
+        """x (T, H), its rows sorted by expert, or (E, C, H) with capacity C (masked layout) -> y, the shape of x.
+
+        tokens_per_expert: rows of each expert, a list of int or an integer tensor (E,) on the CPU or on the device of
+        x; or a RowRanges of the rows of x, (E, C, H) counted as E * C rows.
+        probs: (T,), or (E, C), the router prob of each row in any floating dtype; ones if not given.
+
+        Under autocast, computes in and returns autocast's dtype. Outside, in the dtype of x, to which weights of a wider
+        dtype are converted; their gradients come in their own dtype.
+        Raises ValueError for counts, shapes or devices and TypeError for dtypes that do not fit.
+        """
+        weights = Weights(self.fc1_weight, self.fc2_weight, self.fc1_bias, self.fc2_bias)
+        check_float("x", x)
+        masked = x.dim() == 3
+        check_shape("x", x, self._shape_of_x(masked), "(E, C, H)" if masked else "(T, H)")
+        x_rows = x.reshape(-1, x.shape[-1])
+        rows = self._row_ranges(x, tokens_per_expert, x_rows.shape[0])
+        if probs is not None:
+            check_float("probs", probs)
+            check_shape("probs", probs, tuple(x.shape[:-1]), "(E, C)" if masked else "(T,)")
+            probs = probs.reshape(-1)
+            check_row_vector("probs", probs, x_rows.shape[0], like=x)
+        dtype = _compute_dtype(x, weights)
+        if self.defer_wgrad:
+            y = self._deferred(x_rows, probs, rows, weights, dtype)
+        else:
+            y = GroupedMLPFunction.apply(x_rows, probs, *weights, None, rows, self.activation, dtype, None)
+        return y.view(x.shape)
+
+    @torch.compiler.disable  # the queue is a side effect
+    def _deferred(
+        self, x: Tensor, probs: Tensor | None, rows: RowRanges, weights: Weights, dtype: torch.dtype
+    ) -> Tensor:
+        wanted = torch.is_grad_enabled() and any(weights.need_grad())
+        anchor = torch.empty(0, requires_grad=True) if wanted else None
+        detached = (None if w is None else w.detach() for w in weights)
+        deferral = Deferral(self._wgrad_queue, weights)
+        return GroupedMLPFunction.apply(x, probs, *detached, anchor, rows, self.activation, dtype, deferral)
+
+    def _shape_of_x(self, masked: bool) -> tuple[int | None, ...]:
+        return (self.num_experts, None, self.hidden_size) if masked else (None, self.hidden_size)
+
+    def _row_ranges(self, x: Tensor, counts: Counts | RowRanges, num_rows: int) -> RowRanges:
+        if isinstance(counts, RowRanges):
+            check_rows(counts, self.num_experts, like=x)
+            return counts
+        given = counts.shape[0] if isinstance(counts, Tensor) and counts.dim() == 1 else None
+        given = len(counts) if isinstance(counts, (list, tuple)) else given
+        if given is not None and given != self.num_experts:
+            raise ValueError(f"tokens_per_expert: wanted {self.num_experts} counts, one an expert, got {given}")
+        if x.dim() == 3:
+            return RowRanges.masked(counts, x.shape[1], device=x.device)
+        return RowRanges.contiguous(counts, num_rows=num_rows, device=x.device)
+
+    @property
+    def pending_wgrads(self) -> int:
+        """Micro-batches whose weight gradients wait for `backward_dw()`."""
+        return len(self._wgrad_queue)
+
+    def backward_dw(self) -> None:
+        """Compute the pending weight gradients and deliver each sum through autograd's accumulation into `.grad`.
+
+        Runs on the current stream. Does nothing if nothing is pending. Where several layers share a weight, or their
+        weights share a graph, deliver for all of them at once: `grouped_experts.backward_dw(model)`.
+        """
+        backward_dw(self)
+
+    def discard_wgrads(self) -> None:
+        """Forget the pending weight gradients, as after a step that is to be skipped."""
+        self._wgrad_queue.clear()
+
+    def extra_repr(self) -> str:
+        text = f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}"
+        text += f", num_experts={self.num_experts}, activation={self.activation!r}"
+        text += f", bias={self.fc1_bias is not None}"
+        return text + (", defer_wgrad=True" if self.defer_wgrad else "")
+
+
+def backward_dw(model: nn.Module) -> None:
+    """`GroupedMLP.backward_dw` of every layer in `model`, delivered at once.
+
+    Needed where layers share a weight (a leaf tied over two layers under DDP is ready only once) or where their weights
+    are outputs of one graph, which can be walked once only.
+    Raises RuntimeError if a weight became a DTensor since its forward (FSDP2 after its post-backward): the gradient
+    would land on a plain copy and be lost.
+    """
+    layers = list(_deferred_layers(model))
+    for layer in layers:
+        for pending in layer._wgrad_queue.pending():
+            now = getattr(layer, pending.name)
+            if _is_dtensor(now) and not _is_dtensor(pending.weight):
+                raise RuntimeError(
+                    f"backward_dw: {pending.name} is a DTensor now but was a plain tensor in its forward: FSDP2 has "
+                    "already reduced this backward's gradients. Call backward_dw before that, for instance from a "
+                    "tensor hook on the input of the wrapped module"
+                )
+    deliver([layer._wgrad_queue for layer in layers])
+
+
+def check_no_pending_wgrads(model: nn.Module) -> None:
+    """Raise RuntimeError if a layer in `model` still has weight gradients waiting, as before an optimizer step.
+
+    To have every step checked: `optimizer.register_step_pre_hook(lambda *_: check_no_pending_wgrads(model))`.
+    """
+    waiting = {
+        name: module.pending_wgrads
+        for name, module in model.named_modules()
+        if isinstance(module, GroupedMLP) and module.pending_wgrads
+    }
+    if waiting:
+        listed = ", ".join(f"{name or 'the layer'} ({count})" for name, count in waiting.items())
+        raise RuntimeError(f"weight gradients are pending, call backward_dw first; micro-batches waiting: {listed}")
+
+
+def _deferred_layers(model: nn.Module) -> Iterator[GroupedMLP]:
+    return (m for m in model.modules() if isinstance(m, GroupedMLP) and m.pending_wgrads)
+
+
+def _is_dtensor(tensor: Tensor | None) -> bool:
+    # By its attribute: importing torch.distributed.tensor for an isinstance takes longer than the rest of the package.
+    return hasattr(tensor, "device_mesh")
+
+
+def _compute_dtype(x: Tensor, weights: Weights) -> torch.dtype:
+    """The dtype that the products run in. Raises where x and the weights do not go together."""
+    device = x.device.type
+    dtype = x.dtype
+    autocast = torch.is_autocast_enabled(device) and dtype != torch.float64
+    if autocast:
+        dtype = torch.get_autocast_dtype(device)
+    for name, weight in zip(Weights._fields, weights, strict=True):
+        if weight is None:
+            continue
+        if _is_dtensor(weight):
+            raise TypeError(f"{name}: wanted a plain tensor, got a DTensor: unwrap it (FSDP2's fully_shard does) first")
+        check_device(name, weight, like=x)
+        if not autocast and torch.promote_types(weight.dtype, dtype) != weight.dtype:
+            raise TypeError(
+                f"{name}: wanted the dtype of x, {dtype}, or a wider one, got {weight.dtype}: convert x, or use autocast"
+            )
+    return dtype

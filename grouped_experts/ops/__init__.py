@@ -1,0 +1,24 @@
+"""Grouped products, activations and permutations as functions of tensors."""
+
+from grouped_experts.ops import gradients as _gradients  # noqa: F401  registers them
+from grouped_experts.ops.activation import scaled_activation, scaled_activation_backward
+from grouped_experts.ops.fused import fc1_activation, fc2_dgrad_activation
+from grouped_experts.ops.k_grouped import k_grouped_gemm, k_grouped_gemm_accumulate, k_grouped_sum
+from grouped_experts.ops.m_grouped import m_grouped_gemm
+from grouped_experts.ops.permute import Permuted, Routing, permute, route, unpermute
+
+__all__ = [
+    "Permuted",
+    "Routing",
+    "fc1_activation",
+    "fc2_dgrad_activation",
+    "k_grouped_gemm",
+    "k_grouped_gemm_accumulate",
+    "k_grouped_sum",
+    "m_grouped_gemm",
+    "permute",
+    "route",
+    "scaled_activation",
+    "scaled_activation_backward",
+    "unpermute",
+]

@@ -1,0 +1,62 @@
+"""Checks of the public ops' arguments: raised once, with the name, what was wanted and what came.
+
+Nothing here reads a value of a tensor: shapes, dtypes and devices only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grouped_experts.rows import RowRanges
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def check_float(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: wanted a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in FLOATS:
+        wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+        raise TypeError(f"{name}: wanted a dtype of {wanted}, got {str(tensor.dtype).removeprefix('torch.')}")
+
+
+def check_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...], legend: str) -> None:
+    """None in `shape` takes any size; `legend` says the shape in words, such as "(T, H)"."""
+    fits = tensor.dim() == len(shape) and all(
+        want is None or size == want for size, want in zip(tensor.shape, shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if want is None else str(want) for want in shape)
+        raise ValueError(f"{name}: wanted shape {legend} = ({wanted}), got {tuple(tensor.shape)}")
+
+
+def check_matrix(name: str, tensor: Tensor, shape: tuple[int | None, ...], legend: str, like: Tensor) -> None:
+    """A floating-point tensor of that shape, in the dtype and on the device of `like`."""
+    check_float(name, tensor)
+    check_shape(name, tensor, shape, legend)
+    if tensor.dtype != like.dtype:
+        raise TypeError(f"{name}: wanted the dtype of the rows, {like.dtype}, got {tensor.dtype}")
+    check_device(name, tensor, like)
+
+
+def check_row_vector(name: str, tensor: Tensor, num_rows: int, like: Tensor) -> None:
+    """A floating-point number a row, in any floating dtype, on the device of `like`."""
+    check_float(name, tensor)
+    check_shape(name, tensor, (num_rows,), "(T,)")
+    check_device(name, tensor, like)
+
+
+def check_device(name: str, tensor: Tensor, like: Tensor) -> None:
+    if tensor.device != like.device:
+        raise ValueError(f"{name}: wanted a tensor on {like.device}, got one on {tensor.device}")
+
+
+def check_rows(rows: RowRanges, num_experts: int | None, like: Tensor) -> None:
+    if not isinstance(rows, RowRanges):
+        raise TypeError(f"rows: wanted a RowRanges, got {type(rows).__name__}")
+    for name, tensor in (("rows.starts", rows.starts), ("rows.ends", rows.ends)):
+        if tensor.dtype != torch.int32:
+            raise TypeError(f"{name}: wanted dtype int32, got {tensor.dtype}")
+        check_shape(name, tensor, (rows.num_experts if num_experts is None else num_experts,), "(E,)")
+        check_device(name, tensor, like)

@@ -1,0 +1,66 @@
+"""m-grouped GEMM: every expert multiplies its own rows with its own weight. Forward ("nt") and dgrad ("nn")."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from grouped_experts.ops import reference
+from grouped_experts.ops.checks import check_float, check_matrix, check_row_vector, check_rows, check_shape
+from grouped_experts.registration import define_op
+from grouped_experts.rows import RowRanges
+
+
+def m_grouped_gemm(
+    x: Tensor,
+    w: Tensor,
+    rows: RowRanges,
+    bias: Tensor | None = None,
+    *,
+    bias_scale: Tensor | None = None,
+    transpose_w: bool = True,
+) -> Tensor:
+    """y[r] = x[r] @ w[e].T (+ bias_scale[r] * bias[e]) for every row r of expert e; zero for rows of no expert.
+
+    x (T, K) bf16 | fp16 | fp32 | fp64, any strides.
+    w (E, N, K) in the dtype of x ("nt"), or with transpose_w=False (E, K, N), y[r] = x[r] @ w[e] ("nn").
+    rows: the rows of every expert.
+    bias (E, N) in the dtype of x; bias_scale (T,) in any floating dtype, ones if not given.
+
+    Returns y (T, N) in the dtype of x, accumulated in fp32 (fp64 for fp64), rounded once. Differentiable in x, w, bias
+    and bias_scale. Raises ValueError for a shape or device, TypeError for a dtype that does not fit.
+    """
+    check_float("x", x)
+    check_shape("x", x, (None, None), "(T, K)")
+    columns = x.shape[1]
+    if transpose_w:
+        check_matrix("w", w, (None, None, columns), "(E, N, K)", like=x)
+    else:
+        check_matrix("w", w, (None, columns, None), "(E, K, N)", like=x)
+    check_rows(rows, w.shape[0], like=x)
+    if bias is not None:
+        check_matrix("bias", bias, (w.shape[0], w.shape[1 if transpose_w else 2]), "(E, N)", like=x)
+    if bias_scale is not None:
+        if bias is None:
+            raise ValueError("bias_scale: wanted a bias beside it, got none")
+        check_row_vector("bias_scale", bias_scale, x.shape[0], like=x)
+    return m_grouped_gemm_op(x, w, rows.starts, rows.ends, bias, bias_scale, transpose_w)
+
+
+def _fake(
+    x: Tensor,
+    w: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    bias: Tensor | None,
+    bias_scale: Tensor | None,
+    transpose_w: bool,
+) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[1 if transpose_w else 2])
+
+
+m_grouped_gemm_op = define_op(
+    "m_grouped_gemm(Tensor x, Tensor w, Tensor starts, Tensor ends, Tensor? bias, Tensor? bias_scale, bool transpose_w)"
+    " -> Tensor",
+    implementation=reference.m_grouped_gemm,
+    fake=_fake,
+)

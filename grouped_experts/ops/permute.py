@@ -1,0 +1,131 @@
+"""From tokens with top-k expert ids to rows sorted by expert, and back. Both ways are deterministic, without atomics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grouped_experts.ops import reference
+from grouped_experts.ops.checks import check_device, check_float, check_shape
+from grouped_experts.registration import define_gradient, define_op
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routing:
+    """Where every (token, choice) slot went. T tokens, k choices a token, E experts, all int32.
+
+    counts (E,): rows of each expert. slot_to_row (T, k): the row of a slot, -1 for an id that is no expert.
+    row_to_slot (T * k,): the slot t * k + j of a row, -1 behind the last expert's rows.
+    """
+
+    counts: Tensor
+    slot_to_row: Tensor
+    row_to_slot: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Permuted:
+    """Rows sorted by expert: x (T * k, H), their probs (T * k,) and how to come back."""
+
+    x: Tensor
+    probs: Tensor
+    routing: Routing
+
+    @property
+    def counts(self) -> Tensor:
+        return self.routing.counts
+
+
+def route(top_k_ids: Tensor, num_experts: int) -> Routing:
+    """Sort the slots of top_k_ids by expert, those of one expert in the order of their tokens.
+
+    top_k_ids (T, k) int32 | int64, any strides. An id equal to num_experts marks a choice that is not computed here
+    ("not on this rank"): it gets no row. Ids outside 0..num_experts raise ValueError where they are on the CPU; on a
+    device, where they are not read, they count as such a mark.
+    """
+    if top_k_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"top_k_ids: wanted dtype int32 or int64, got {top_k_ids.dtype}")
+    check_shape("top_k_ids", top_k_ids, (None, None), "(T, k)")
+    if num_experts < 1:
+        raise ValueError(f"num_experts: wanted an int >= 1, got {num_experts}")
+    return Routing(*route_op(top_k_ids, num_experts))
+
+
+def permute(x: Tensor, top_k_ids: Tensor, top_k_probs: Tensor, num_experts: int) -> Permuted:
+    """rows[r] = x[t] and row_probs[r] = top_k_probs[t, j] for the slot (t, j) that `route` puts in row r.
+
+    x (T, H) and top_k_probs (T, k) in any floating dtype, top_k_ids (T, k) as in `route`. Rows behind the last
+    expert's (there are as many as ids equal to num_experts) are zero. Differentiable in x and top_k_probs.
+    Raises ValueError for a shape, id or device, TypeError for a dtype that does not fit.
+    """
+    check_float("x", x)
+    check_shape("x", x, (None, None), "(T, H)")
+    check_shape("top_k_ids", top_k_ids, (x.shape[0], None), "(T, k)")
+    check_device("top_k_ids", top_k_ids, like=x)
+    check_float("top_k_probs", top_k_probs)
+    check_shape("top_k_probs", top_k_probs, tuple(top_k_ids.shape), "(T, k)")
+    check_device("top_k_probs", top_k_probs, like=x)
+    routing = route(top_k_ids, num_experts)
+    rows = permute_op(x, routing.slot_to_row, routing.row_to_slot)
+    # The probs are one column whose tokens are the slots themselves.
+    slots = routing.slot_to_row.reshape(-1, 1)
+    row_probs = permute_op(top_k_probs.reshape(-1, 1), slots, routing.row_to_slot)[:, 0]
+    return Permuted(rows, row_probs, routing)
+
+
+def unpermute(y: Tensor, routing: Routing) -> Tensor:
+    """out[t] = sum over j of y[row of slot (t, j)], in fp32 with j ascending, rounded once.
+
+    y (T * k, H), not scaled here: the experts' rows already carry the router prob. Returns (T, H) in the dtype of y.
+    Differentiable in y. Raises ValueError for a shape or device, TypeError for a dtype that does not fit.
+    """
+    check_float("y", y)
+    check_shape("y", y, (routing.row_to_slot.shape[0], None), "(T * k, H)")
+    check_device("y", y, like=routing.row_to_slot)
+    return unpermute_op(y, routing.slot_to_row, routing.row_to_slot)
+
+
+def _route(top_k_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    if top_k_ids.device.type == "cpu" and top_k_ids.numel():
+        low, high = (int(bound) for bound in top_k_ids.aminmax())
+        if low < 0 or high > num_experts:
+            raise ValueError(f"top_k_ids: wanted ids from 0 to num_experts = {num_experts}, got {low} to {high}")
+    return reference.route(top_k_ids, num_experts)
+
+
+def _fake_route(top_k_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    num_tokens, choices = top_k_ids.shape
+    return (
+        top_k_ids.new_empty(num_experts, dtype=torch.int32),
+        top_k_ids.new_empty(num_tokens, choices, dtype=torch.int32),
+        top_k_ids.new_empty(num_tokens * choices, dtype=torch.int32),
+    )
+
+
+route_op = define_op(
+    "route(Tensor top_k_ids, SymInt num_experts) -> (Tensor, Tensor, Tensor)",
+    implementation=_route,
+    fake=_fake_route,
+)
+permute_op = define_op(
+    "permute(Tensor x, Tensor slot_to_row, Tensor row_to_slot) -> Tensor",
+    implementation=reference.permute,
+    fake=lambda x, slot_to_row, row_to_slot: x.new_empty(row_to_slot.shape[0], x.shape[1]),
+)
+unpermute_op = define_op(
+    "unpermute(Tensor y, Tensor slot_to_row, Tensor row_to_slot) -> Tensor",
+    implementation=reference.unpermute,
+    fake=lambda y, slot_to_row, row_to_slot: y.new_empty(slot_to_row.shape[0], y.shape[1]),
+)
+
+
+def _save_routing(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+# Each is the other's adjoint.
+define_gradient(permute_op, lambda ctx, dy: (unpermute_op(dy, *ctx.saved_tensors), None, None), _save_routing)
+define_gradient(unpermute_op, lambda ctx, dx: (permute_op(dx, *ctx.saved_tensors), None, None), _save_routing)
