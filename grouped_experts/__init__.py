@@ -1,12 +1,14 @@
 """grouped_experts: the expert layer of Mixture-of-Experts models as a PyTorch module.
 
+The layer, and what it computes:
+
     y = mlp(x, tokens_per_expert, probs)      # fc1 -> activation x router prob -> fc2
 """
 
 from grouped_experts import nn, ops
-from grouped_experts.nn import GroupedMLP, backward_dw, check_no_pending_wgrads
+from grouped_experts.nn import GroupedMLP, MoE, backward_dw, check_no_pending_wgrads
 from grouped_experts.rows import RowRanges
 
 __version__ = "0.1.0"
 
-__all__ = ["GroupedMLP", "RowRanges", "backward_dw", "check_no_pending_wgrads", "nn", "ops"]
+__all__ = ["GroupedMLP", "MoE", "RowRanges", "backward_dw", "check_no_pending_wgrads", "nn", "ops"]

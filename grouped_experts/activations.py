@@ -1,4 +1,4 @@
-"""The activations between fc1 and fc2, each once: its value and its derivative.
+"""The activations between fc1 and fc2, each once: its value and its gradient.
 
 An activation maps h to s, element by element. With a gate, h = [gate | up] and s has half its width; without one, s has
 the width of h. Inputs are fp32 (fp64 for fp64 data): callers convert on load and round once at the store.
@@ -6,7 +6,6 @@ the width of h. Inputs are fp32 (fp64 for fp64 data): callers convert on load an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,12 +16,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Activation:
-    """value(*parts) = s and derivative(*parts) = ds / dpart, a tensor per part; parts are (gate, up) or (h,)."""
+    """value(*parts) = s, and gradient(ds, *parts) = ds * d value / d part, a tensor per part.
+
+    parts are (gate, up) or (h,).
+    """
 
     name: str
     gated: bool
     value: Callable[..., Tensor]
-    derivative: Callable[..., tuple[Tensor, ...]]
+    gradient: Callable[..., tuple[Tensor, ...]]
 
     def width(self, intermediate_size: int) -> int:
         """Columns of h for `intermediate_size` I columns of s: 2I with a gate, I without."""
@@ -38,47 +40,44 @@ class Activation:
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """s = silu(gate) * up (Shazeer, "GLU Variants Improve Transformer", 2020)."""
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)
 
 
-def _swiglu_derivative(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
-    return (sigmoid + silu * (1 - sigmoid)) * up, silu
+def _swiglu_gradient(ds: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten.silu_backward(ds * up, gate), F.silu(gate).mul_(ds)
 
 
 def _geglu(gate: Tensor, up: Tensor) -> Tensor:
     """s = gelu(gate) * up with the exact (erf) gelu (Shazeer, 2020)."""
-    return F.gelu(gate) * up
+    return F.gelu(gate).mul_(up)
 
 
-def _geglu_derivative(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    cdf = 0.5 * (1 + torch.erf(gate * math.sqrt(0.5)))
-    density = torch.exp(-0.5 * gate * gate) * (1 / math.sqrt(2 * math.pi))
-    return (cdf + gate * density) * up, gate * cdf
+def _geglu_gradient(ds: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten.gelu_backward(ds * up, gate), F.gelu(gate).mul_(ds)
 
 
 CLAMPED_SWIGLU_ALPHA = 1.702
 CLAMPED_SWIGLU_LIMIT = 7.0
 
 
+def _clamp(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return gate.clamp(max=CLAMPED_SWIGLU_LIMIT), up.clamp(-CLAMPED_SWIGLU_LIMIT, CLAMPED_SWIGLU_LIMIT)
+
+
 def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """s = g sigmoid(1.702 g) (u + 1) with g = min(gate, 7), u = clamp(up, -7, 7): gpt-oss's experts."""
-    gate = gate.clamp(max=CLAMPED_SWIGLU_LIMIT)
-    up = up.clamp(-CLAMPED_SWIGLU_LIMIT, CLAMPED_SWIGLU_LIMIT)
+    """s = g sigmoid(1.702 g) (u + 1) with g = min(gate, 7), u = clamp(up, -7, 7): the experts of gpt-oss."""
+    gate, up = _clamp(gate, up)
     return gate * torch.sigmoid(CLAMPED_SWIGLU_ALPHA * gate) * (up + 1)
 
 
-def _clamped_swiglu_derivative(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Zero where the clamp holds its input; at the limit itself the derivative passes, as torch.clamp's does."""
-    gate_passes = gate <= CLAMPED_SWIGLU_LIMIT
-    up_passes = up.abs() <= CLAMPED_SWIGLU_LIMIT
-    gate = gate.clamp(max=CLAMPED_SWIGLU_LIMIT)
-    up = up.clamp(-CLAMPED_SWIGLU_LIMIT, CLAMPED_SWIGLU_LIMIT)
+def _clamped_swiglu_gradient(ds: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Zero where the clamp holds its input; at the limit itself the gradient passes, as torch.clamp's does."""
+    gate_passes, up_passes = gate <= CLAMPED_SWIGLU_LIMIT, up.abs() <= CLAMPED_SWIGLU_LIMIT
+    gate, up = _clamp(gate, up)
     sigmoid = torch.sigmoid(CLAMPED_SWIGLU_ALPHA * gate)
     swish = gate * sigmoid
-    d_gate = (sigmoid + CLAMPED_SWIGLU_ALPHA * swish * (1 - sigmoid)) * (up + 1)
-    return torch.where(gate_passes, d_gate, 0.0), torch.where(up_passes, swish, 0.0)
+    d_gate = ds * (up + 1) * (sigmoid + CLAMPED_SWIGLU_ALPHA * swish * (1 - sigmoid))
+    return torch.where(gate_passes, d_gate, 0.0), torch.where(up_passes, ds * swish, 0.0)
 
 
 def _squared_relu(h: Tensor) -> Tensor:
@@ -86,17 +85,17 @@ def _squared_relu(h: Tensor) -> Tensor:
     return torch.relu(h).square()
 
 
-def _squared_relu_derivative(h: Tensor) -> tuple[Tensor]:
-    return (2 * torch.relu(h),)
+def _squared_relu_gradient(ds: Tensor, h: Tensor) -> tuple[Tensor]:
+    return (2 * torch.relu(h) * ds,)
 
 
 ACTIVATIONS = {
     activation.name: activation
     for activation in (
-        Activation("swiglu", True, _swiglu, _swiglu_derivative),
-        Activation("geglu", True, _geglu, _geglu_derivative),
-        Activation("clamped_swiglu", True, _clamped_swiglu, _clamped_swiglu_derivative),
-        Activation("squared_relu", False, _squared_relu, _squared_relu_derivative),
+        Activation("swiglu", True, _swiglu, _swiglu_gradient),
+        Activation("geglu", True, _geglu, _geglu_gradient),
+        Activation("clamped_swiglu", True, _clamped_swiglu, _clamped_swiglu_gradient),
+        Activation("squared_relu", False, _squared_relu, _squared_relu_gradient),
     )
 }
 

@@ -28,9 +28,12 @@ def define_op(
     return getattr(torch.ops.grouped_experts, name).default
 
 
-def define_gradient(
-    op: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., None]
-) -> None:
+def implement_op(name: str, implementation: Callable[..., Any], key: str) -> None:
+    """Give an op that is already defined an implementation of its own for one dispatch key, such as "CUDA"."""
+    _library.impl(name, _outside_autocast(implementation), key)
+
+
+def define_gradient(op: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
     """Give `op` a gradient formula."""
     torch.library.register_autograd(op, backward, setup_context=setup_context, lib=_library)  # type: ignore[arg-type]
 

@@ -59,9 +59,7 @@ class RowRanges:
         return cls._from_counts(counts, alignment, 0, num_rows, device)
 
     @classmethod
-    def masked(
-        cls, counts: Counts, capacity: int, *, device: torch.device | str | None = None
-    ) -> RowRanges:
+    def masked(cls, counts: Counts, capacity: int, *, device: torch.device | str | None = None) -> RowRanges:
         """Every expert has `capacity` C rows of its own, of which the first counts[e] are in use: starts = e * C.
 
         The buffer is (E, C, ...) flattened to (E * C, ...). Raises as `contiguous` does, and ValueError for a count
@@ -82,9 +80,9 @@ class RowRanges:
         _check_integers("ends", ends)
         if alignment < 1:
             raise ValueError(f"alignment: wanted a positive int, got {alignment}")
-        ends = ends.to(torch.int32)
+        ends = ends.to(torch.int64).clamp(0, INT32_MAX)
         starts = torch.cat([ends.new_zeros(min(1, ends.numel())), _round_up(ends[:-1], alignment)])
-        return cls(starts, ends)
+        return cls(starts.clamp(max=INT32_MAX).to(torch.int32), ends.to(torch.int32))
 
     @classmethod
     def from_m_indices(cls, m_indices: Tensor, num_experts: int, *, validate: bool = False) -> RowRanges:
@@ -160,6 +158,17 @@ class RowRanges:
         return RowRanges(self.starts.to(device), self.ends.to(device))
 
 
+SMALLEST_TILE = 16  # rows
+
+
+def schedule_size(num_rows: int, num_experts: int) -> int:
+    """Room for a header and every tile of rows: E ranges and E + 1 gaps have at most one tile each that is not full.
+
+    One size for all sizes of tile, so that traced code does not depend on the choice.
+    """
+    return 1 + num_rows // SMALLEST_TILE + 2 * num_experts + 1
+
+
 def _check_integers(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: wanted an integer tensor, got {type(tensor).__name__}")
@@ -175,7 +184,7 @@ def _round_up(x: Tensor, multiple: int) -> Tensor:
 
 def _ranges(counts: Tensor, alignment: int, capacity: int, limit: int, masked: bool) -> tuple[Tensor, Tensor]:
     """starts and ends in int32, clamped into [0, limit]; int64 inside, so that no running sum overflows."""
-    counts = counts.to(torch.int64).clamp(min=0)
+    counts = counts.to(torch.int64).clamp(0, limit)
     if masked:
         starts = torch.arange(counts.shape[0], device=counts.device) * capacity
         ends = starts + counts.clamp(max=capacity)
@@ -203,7 +212,7 @@ def _check_counts(counts: list[int], alignment: int, capacity: int, limit: int, 
         raise ValueError(f"counts: wanted rows within the {limit} rows there are, got counts that end at row {end}")
 
 
-def _ranges_from_tensor_impl(
+def ranges_from_tensor(
     counts: Tensor, alignment: int, capacity: int, limit: int, masked: bool
 ) -> tuple[Tensor, Tensor]:
     if counts.device.type == "cpu":
@@ -222,8 +231,9 @@ def _ranges_from_list_impl(
 # Two ops, so that torch.compile neither guards on the values of counts nor reads them: a list that reaches
 # `torch.tensor` in traced code is compiled anew for every list.
 _ranges_from_tensor = define_op(
-    "ranges_from_tensor(Tensor counts, SymInt alignment, SymInt capacity, SymInt limit, bool masked) -> (Tensor, Tensor)",
-    implementation=_ranges_from_tensor_impl,
+    "ranges_from_tensor(Tensor counts, SymInt alignment, SymInt capacity, SymInt limit, bool masked)"
+    " -> (Tensor, Tensor)",
+    implementation=ranges_from_tensor,
     fake=lambda counts, *_: (
         counts.new_empty(counts.shape, dtype=torch.int32),
         counts.new_empty(counts.shape, dtype=torch.int32),

@@ -1,5 +1,7 @@
 """Modules: parameters, initialisation, state, and a short forward."""
 
 from grouped_experts.nn.grouped_mlp import GroupedMLP, backward_dw, check_no_pending_wgrads
+from grouped_experts.nn.moe import MoE, MoEOutput
+from grouped_experts.nn.router import Router, RouterOutput
 
-__all__ = ["GroupedMLP", "backward_dw", "check_no_pending_wgrads"]
+__all__ = ["GroupedMLP", "MoE", "MoEOutput", "Router", "RouterOutput", "backward_dw", "check_no_pending_wgrads"]

@@ -58,7 +58,7 @@ class BiasGradient:
 
 
 class PendingGradient:
-    """One gradient of one micro-batch, and the live weight that is to receive it (None where it is returned at once)."""
+    """One gradient of one micro-batch, and the live weight that is to receive it (None where it is returned now)."""
 
     __slots__ = ("gradient", "name", "versions", "weight")
 
@@ -150,7 +150,7 @@ def deliver(queues: Iterable[WgradQueue]) -> None:
     del sums, pending
     if weights:
         with torch.enable_grad():
-            root = _Deliver.apply(box, *weights)
+            root = _Deliver.apply(box, *weights)  # type: ignore[no-untyped-call]
         torch.autograd.backward(root, torch.empty_like(root))
 
 

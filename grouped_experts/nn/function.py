@@ -17,7 +17,7 @@ Backward:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +27,12 @@ from grouped_experts.nn.deferred import BiasGradient, PendingGradient, WeightGra
 from grouped_experts.ops.activation import scaled_activation_op
 from grouped_experts.ops.fused import fc1_activation_op, fc2_dgrad_activation_op
 from grouped_experts.ops.m_grouped import m_grouped_gemm_op
+from grouped_experts.ops.schedule import tile_schedule_op
 from grouped_experts.rows import RowRanges
 
 
 class Weights(NamedTuple):
-    """fc1_weight (E, 2I, H), or (E, I, H) without a gate; fc2_weight (E, H, I); biases (E, 2I) or (E, I), and (E, H)."""
+    """fc1_weight (E, 2I, H), or (E, I, H) without a gate; fc2_weight (E, H, I); biases (E, 2I) or (E, I), (E, H)."""
 
     fc1_weight: Tensor
     fc2_weight: Tensor
@@ -56,11 +57,24 @@ class Deferral:
     """What a deferred layer hands to its backward beside the graph.
 
     The live weights must not hang in the graph (DDP's hook would fire early, without a gradient), and every tensor
-    argument of `apply` does: so they travel in this container.
+    argument of `apply` does: so they travel in this container. Work that a backward leaves in `found` reaches the
+    queue when the anchor, which stands in the graph for the weights, gets its gradient: that is, unless the backward
+    was asked for other gradients only, as by `torch.autograd.grad(y, x)`.
     """
 
     queue: WgradQueue
     weights: Weights
+    found: list[PendingGradient] = field(default_factory=list)
+
+    def anchor(self, device: torch.device) -> Tensor:
+        """An empty leaf. On the device of the layer, whose autograd thread then serves it before anything upstream."""
+        anchor = torch.empty(0, device=device, requires_grad=True)
+        anchor.register_hook(self._enqueue)
+        return anchor
+
+    def _enqueue(self, _: Tensor) -> None:
+        self.queue.put(self.found[:])
+        self.found.clear()
 
 
 class GroupedMLPFunction(torch.autograd.Function):
@@ -94,8 +108,9 @@ class GroupedMLPFunction(torch.autograd.Function):
         b1 = None if fc1_bias is None else fc1_bias.to(dtype)
         b2 = None if fc2_bias is None else fc2_bias.to(dtype)
         starts, ends = rows.starts, rows.ends
-        h, a = fc1_activation_op(x_in, w1, starts, ends, b1, probs, activation)
-        y = m_grouped_gemm_op(a, w2, starts, ends, b2, None if b2 is None else probs, True)
+        tiles = tile_schedule_op(starts, ends, x.shape[0], dtype)
+        h, a = fc1_activation_op(x_in, w1, starts, ends, b1, probs, activation, tiles)
+        y = m_grouped_gemm_op(a, w2, starts, ends, b2, None if b2 is None else probs, True, tiles)
 
         need_dh = need_x or needs.fc1_weight or needs.fc1_bias
         need_da = need_dh or need_probs
@@ -108,6 +123,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             fc2_bias if need_probs else None,
             starts,
             ends,
+            tiles if need_da else None,
         )
         ctx.needs, ctx.need_dh, ctx.need_da = needs, need_dh, need_da
         ctx.x_dtype, ctx.dtype, ctx.activation, ctx.deferral = x.dtype, dtype, activation, deferral
@@ -119,33 +135,37 @@ class GroupedMLPFunction(torch.autograd.Function):
         create_graph = torch.is_grad_enabled()
         with torch.no_grad():
             dx, dprobs, pending = _backward(ctx, dy)
+            d_weights: dict[str, Tensor] = {}
+            d_anchor = None
             if ctx.deferral is None:
                 d_weights = {p.name: p.gradient.compute() for p in pending}
             else:
-                ctx.deferral.queue.put(pending)
-                d_weights = {}
+                ctx.deferral.found[:] = pending
+                d_anchor = torch.empty(0, device=dy.device)
         gradients = (dx, dprobs, *(d_weights.get(name) for name in Weights._fields))
         if create_graph:
             gradients = _refuse_double_backward(gradients)
-        return *gradients, None, None, None, None, None
+        return *gradients, d_anchor, None, None, None, None
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, list[PendingGradient]]:
     """dx, dprobs, and the wanted weight gradients as work to be done, fc2 before fc1."""
-    x, h, probs, fc1_weight, fc2_weight, fc2_bias, starts, ends = ctx.saved_tensors
+    x, h, probs, fc1_weight, fc2_weight, fc2_bias, starts, ends, tiles = ctx.saved_tensors
     needs, dtype, rows = ctx.needs, ctx.dtype, RowRanges(starts, ends)
     need_x, need_probs = ctx.needs_input_grad[:2]
-    dh = a = dx = dprobs = None
+    dh: Any = None  # stays None where nothing below wants it, as a does
+    a: Any = None
+    dx = dprobs = None
     if ctx.need_da:
         b2 = None if fc2_bias is None else fc2_bias.to(dtype)
         dh, a, dprobs = fc2_dgrad_activation_op(
-            dy, fc2_weight.to(dtype), h, starts, ends, probs, b2, ctx.activation, needs.fc2_weight, need_probs
+            dy, fc2_weight.to(dtype), h, starts, ends, probs, b2, ctx.activation, needs.fc2_weight, need_probs, tiles
         )
         dprobs = dprobs.to(probs.dtype) if need_probs else None
     elif needs.fc2_weight:
         a = scaled_activation_op(h, probs, starts, ends, ctx.activation)
     if need_x:
-        dx = m_grouped_gemm_op(dh, fc1_weight.to(dtype), starts, ends, None, None, False).to(ctx.x_dtype)
+        dx = m_grouped_gemm_op(dh, fc1_weight.to(dtype), starts, ends, None, None, False, tiles).to(ctx.x_dtype)
 
     live = Weights(None, None) if ctx.deferral is None else ctx.deferral.weights  # type: ignore[arg-type]
     fc1_dtype, fc2_dtype, fc1_bias_dtype, fc2_bias_dtype = ctx.weight_dtypes
@@ -170,7 +190,7 @@ def _refuse_double_backward(gradients: tuple[Tensor | None, ...]) -> tuple[Tenso
     if not present:
         return gradients
     anchor = torch.empty(0, requires_grad=True)
-    guarded = iter(_NoDoubleBackward.apply(anchor, *present))
+    guarded = iter(_NoDoubleBackward.apply(anchor, *present))  # type: ignore[no-untyped-call]
     return tuple(None if g is None else next(guarded) for g in gradients)
 
 

@@ -28,6 +28,9 @@ class GroupedMLP(nn.Module):
     Raises ValueError for a size below 1 or an unknown activation.
     """
 
+    fc1_bias: nn.Parameter | None
+    fc2_bias: nn.Parameter | None
+
     def __init__(
         self,
         hidden_size: int,
@@ -75,8 +78,8 @@ class GroupedMLP(nn.Module):
         x; or a RowRanges of the rows of x, (E, C, H) counted as E * C rows.
         probs: (T,), or (E, C), the router prob of each row in any floating dtype; ones if not given.
 
-        Under autocast, computes in and returns autocast's dtype. Outside, in the dtype of x, to which weights of a wider
-        dtype are converted; their gradients come in their own dtype.
+        Under autocast, computes in and returns autocast's dtype. Outside, in the dtype of x, to which weights of a
+        wider dtype are converted; their gradients come in their own dtype.
         Raises ValueError for counts, shapes or devices and TypeError for dtypes that do not fit.
         """
         weights = Weights(self.fc1_weight, self.fc2_weight, self.fc1_bias, self.fc2_bias)
@@ -90,22 +93,41 @@ class GroupedMLP(nn.Module):
             check_shape("probs", probs, tuple(x.shape[:-1]), "(E, C)" if masked else "(T,)")
             probs = probs.reshape(-1)
             check_row_vector("probs", probs, x_rows.shape[0], like=x)
+        self._check_weights(weights, x)
         dtype = _compute_dtype(x, weights)
         if self.defer_wgrad:
-            y = self._deferred(x_rows, probs, rows, weights, dtype)
+            # The queue is a side effect. Not as a decorator: that loads the compiler, and Triton, at import (1 s).
+            run = torch.compiler.disable(self._deferred) if torch.compiler.is_compiling() else self._deferred
+            y = run(x_rows, probs, rows, weights, dtype)
         else:
-            y = GroupedMLPFunction.apply(x_rows, probs, *weights, None, rows, self.activation, dtype, None)
+            y = GroupedMLPFunction.apply(  # type: ignore[no-untyped-call]
+                x_rows, probs, *weights, None, rows, self.activation, dtype, None
+            )
         return y.view(x.shape)
 
-    @torch.compiler.disable  # the queue is a side effect
     def _deferred(
         self, x: Tensor, probs: Tensor | None, rows: RowRanges, weights: Weights, dtype: torch.dtype
     ) -> Tensor:
         wanted = torch.is_grad_enabled() and any(weights.need_grad())
-        anchor = torch.empty(0, requires_grad=True) if wanted else None
         detached = (None if w is None else w.detach() for w in weights)
         deferral = Deferral(self._wgrad_queue, weights)
-        return GroupedMLPFunction.apply(x, probs, *detached, anchor, rows, self.activation, dtype, deferral)
+        anchor = deferral.anchor(x.device) if wanted else None
+        return GroupedMLPFunction.apply(  # type: ignore[no-untyped-call]
+            x, probs, *detached, anchor, rows, self.activation, dtype, deferral
+        )
+
+    def _check_weights(self, weights: Weights, x: Tensor) -> None:
+        """Weights may come from elsewhere (`torch.func.functional_call`, parametrisations): of the module's shapes."""
+        width = get_activation(self.activation).width(self.intermediate_size)
+        shapes = ((width, self.hidden_size), (self.hidden_size, self.intermediate_size), (width,), (self.hidden_size,))
+        for name, weight, shape in zip(Weights._fields, weights, shapes, strict=True):
+            if weight is None:
+                continue
+            if _is_dtensor(weight):
+                raise TypeError(f"{name}: wanted a plain tensor, got a DTensor: unwrap it (as fully_shard does) first")
+            check_float(name, weight)
+            check_shape(name, weight, (self.num_experts, *shape), "(E, ...)")
+            check_device(name, weight, like=x)
 
     def _shape_of_x(self, masked: bool) -> tuple[int | None, ...]:
         return (self.num_experts, None, self.hidden_size) if masked else (None, self.hidden_size)
@@ -157,7 +179,8 @@ def backward_dw(model: nn.Module) -> None:
     layers = list(_deferred_layers(model))
     for layer in layers:
         for pending in layer._wgrad_queue.pending():
-            now = getattr(layer, pending.name)
+            # The registered parameter: reading the attribute would run its parametrization.
+            now = layer._parameters.get(pending.name)
             if _is_dtensor(now) and not _is_dtensor(pending.weight):
                 raise RuntimeError(
                     f"backward_dw: {pending.name} is a DTensor now but was a plain tensor in its forward: FSDP2 has "
@@ -192,20 +215,14 @@ def _is_dtensor(tensor: Tensor | None) -> bool:
 
 
 def _compute_dtype(x: Tensor, weights: Weights) -> torch.dtype:
-    """The dtype that the products run in. Raises where x and the weights do not go together."""
+    """The dtype that the products run in: autocast's, or that of x, which the weights must not be narrower than."""
     device = x.device.type
-    dtype = x.dtype
-    autocast = torch.is_autocast_enabled(device) and dtype != torch.float64
-    if autocast:
-        dtype = torch.get_autocast_dtype(device)
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
     for name, weight in zip(Weights._fields, weights, strict=True):
-        if weight is None:
-            continue
-        if _is_dtensor(weight):
-            raise TypeError(f"{name}: wanted a plain tensor, got a DTensor: unwrap it (FSDP2's fully_shard does) first")
-        check_device(name, weight, like=x)
-        if not autocast and torch.promote_types(weight.dtype, dtype) != weight.dtype:
+        if weight is not None and torch.promote_types(weight.dtype, x.dtype) != weight.dtype:
             raise TypeError(
-                f"{name}: wanted the dtype of x, {dtype}, or a wider one, got {weight.dtype}: convert x, or use autocast"
+                f"{name}: wanted the dtype of x, {x.dtype}, or a wider one, got {weight.dtype}: "
+                "convert x, or use autocast"
             )
-    return dtype
+    return x.dtype

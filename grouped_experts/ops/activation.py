@@ -10,6 +10,7 @@ from torch import Tensor
 from grouped_experts.activations import Activation, get_activation
 from grouped_experts.ops import reference
 from grouped_experts.ops.checks import check_float, check_matrix, check_row_vector, check_rows, check_shape
+from grouped_experts.ops.families import by_family
 from grouped_experts.registration import define_gradient, define_op
 from grouped_experts.rows import RowRanges
 
@@ -20,7 +21,8 @@ def scaled_activation(
     """a[r] = p[r] * act(h[r]), elementwise in fp32 (fp64 for fp64), rounded once.
 
     h (T, 2I) = [gate | up], or (T, I) for an activation without a gate, in bf16 | fp16 | fp32 | fp64.
-    probs (T,) in any floating dtype, ones if not given. rows: with it, rows of no expert are zero and h is not read there.
+    probs (T,) in any floating dtype, ones if not given.
+    rows: with it, rows of no expert are zero and h is not read there.
     activation: "swiglu", "geglu", "clamped_swiglu" or "squared_relu" (`grouped_experts.activations`).
 
     Returns a (T, I) in the dtype of h. Differentiable in h and probs.
@@ -69,10 +71,7 @@ def _starts_ends(rows: RowRanges | None) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if rows is None else (rows.starts, rows.ends)
 
 
-
-def _fake(
-    h: Tensor, probs: Tensor | None, starts: Tensor | None, ends: Tensor | None, activation: str
-) -> Tensor:
+def _fake(h: Tensor, probs: Tensor | None, starts: Tensor | None, ends: Tensor | None, activation: str) -> Tensor:
     return h.new_empty(h.shape[0], h.shape[1] // get_activation(activation).width(1))
 
 
@@ -85,13 +84,13 @@ def _fake_backward(
 
 scaled_activation_op = define_op(
     "scaled_activation(Tensor h, Tensor? probs, Tensor? starts, Tensor? ends, str activation) -> Tensor",
-    implementation=reference.scaled_activation,
+    implementation=by_family("scaled_activation"),
     fake=_fake,
 )
 scaled_activation_backward_op = define_op(
     "scaled_activation_backward(Tensor da, Tensor h, Tensor? probs, Tensor? starts, Tensor? ends, str activation)"
     " -> (Tensor, Tensor, Tensor)",
-    implementation=reference.scaled_activation_backward,
+    implementation=by_family("scaled_activation_backward"),
     fake=_fake_backward,
 )
 

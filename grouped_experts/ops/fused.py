@@ -13,6 +13,7 @@ from grouped_experts.activations import get_activation
 from grouped_experts.ops import reference
 from grouped_experts.ops.activation import check_h
 from grouped_experts.ops.checks import check_float, check_matrix, check_row_vector, check_rows, check_shape
+from grouped_experts.ops.families import by_family
 from grouped_experts.registration import define_op
 from grouped_experts.rows import RowRanges
 
@@ -28,8 +29,8 @@ def fc1_activation(
 ) -> tuple[Tensor, Tensor]:
     """h[r] = x[r] @ W1_e.T (+ b1_e), rounded; a[r] = p[r] * act(h[r]), computed in fp32 from the rounded h.
 
-    x (T, H); fc1_weight (E, 2I, H), or (E, I, H) without a gate; fc1_bias (E, 2I), or (E, I): one dtype of bf16 | fp16 |
-    fp32 | fp64. probs (T,) in any floating dtype, ones if not given.
+    x (T, H); fc1_weight (E, 2I, H), or (E, I, H) without a gate; fc1_bias (E, 2I), or (E, I): one dtype of bf16 |
+    fp16 | fp32 | fp64. probs (T,) in any floating dtype, ones if not given.
 
     Returns h (T, 2I) or (T, I), and a (T, I), in the dtype of x; both undefined in rows of no expert.
     Raises ValueError for a shape, device or unknown activation, TypeError for a dtype that does not fit.
@@ -47,7 +48,7 @@ def fc1_activation(
     if probs is not None:
         check_row_vector("probs", probs, x.shape[0], like=x)
     _refuse_gradients("fc1_activation", x, fc1_weight, fc1_bias, probs)
-    return fc1_activation_op(x, fc1_weight, rows.starts, rows.ends, fc1_bias, probs, activation)
+    return fc1_activation_op(x, fc1_weight, rows.starts, rows.ends, fc1_bias, probs, activation, None)
 
 
 def fc2_dgrad_activation(
@@ -62,6 +63,7 @@ def fc2_dgrad_activation(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """da = dy W2_e stays in fp32; dh = act'(h) (p * da), a = p * act(h), dprobs[r] = sum_j da_j act(h)_j (+ dy . b2_e).
 
+    On a CPU, da of bf16 and fp16 is rounded once, as PyTorch's products come there (`grouped_experts.ops.reference`).
     dy (T, H), fc2_weight (E, H, I), h (T, 2I), or (T, I) without a gate, fc2_bias (E, H): one dtype. probs (T,) in any
     floating dtype, ones if not given. a is that of `fc1_activation`, bit for bit.
 
@@ -80,7 +82,7 @@ def fc2_dgrad_activation(
         check_matrix("fc2_bias", fc2_bias, tuple(fc2_weight.shape[:2]), "(E, H)", like=dy)
     _refuse_gradients("fc2_dgrad_activation", dy, fc2_weight, h, fc2_bias, probs)
     return fc2_dgrad_activation_op(
-        dy, fc2_weight, h, rows.starts, rows.ends, probs, fc2_bias, activation, True, True
+        dy, fc2_weight, h, rows.starts, rows.ends, probs, fc2_bias, activation, True, True, None
     )
 
 
@@ -100,6 +102,7 @@ def _fake_fc1_activation(
     fc1_bias: Tensor | None,
     probs: Tensor | None,
     activation: str,
+    tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     width = fc1_weight.shape[1]
     h = x.new_empty(x.shape[0], width)
@@ -117,6 +120,7 @@ def _fake_fc2_dgrad_activation(
     activation: str,
     need_a: bool,
     need_dprobs: bool,
+    tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     a = h.new_empty(h.shape[0] if need_a else 0, fc2_weight.shape[2])
     dprobs = h.new_empty(h.shape[0] if need_dprobs else 0, dtype=reference.accumulation_dtype(h.dtype))
@@ -125,13 +129,13 @@ def _fake_fc2_dgrad_activation(
 
 fc1_activation_op = define_op(
     "fc1_activation(Tensor x, Tensor fc1_weight, Tensor starts, Tensor ends, Tensor? fc1_bias, Tensor? probs,"
-    " str activation) -> (Tensor, Tensor)",
-    implementation=reference.fc1_activation,
+    " str activation, Tensor? tiles=None) -> (Tensor, Tensor)",
+    implementation=by_family("fc1_activation"),
     fake=_fake_fc1_activation,
 )
 fc2_dgrad_activation_op = define_op(
     "fc2_dgrad_activation(Tensor dy, Tensor fc2_weight, Tensor h, Tensor starts, Tensor ends, Tensor? probs,"
-    " Tensor? fc2_bias, str activation, bool need_a, bool need_dprobs) -> (Tensor, Tensor, Tensor)",
-    implementation=reference.fc2_dgrad_activation,
+    " Tensor? fc2_bias, str activation, bool need_a, bool need_dprobs, Tensor? tiles=None) -> (Tensor, Tensor, Tensor)",
+    implementation=by_family("fc2_dgrad_activation"),
     fake=_fake_fc2_dgrad_activation,
 )

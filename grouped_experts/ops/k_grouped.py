@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grouped_experts.ops import reference
 from grouped_experts.ops.checks import (
     FLOATS,
     check_device,
@@ -15,6 +14,7 @@ from grouped_experts.ops.checks import (
     check_rows,
     check_shape,
 )
+from grouped_experts.ops.families import by_family
 from grouped_experts.registration import define_op
 from grouped_experts.rows import RowRanges
 
@@ -86,18 +86,16 @@ def _check_out_dtype(dtype: torch.dtype) -> None:
 
 k_grouped_gemm_op = define_op(
     "k_grouped_gemm(Tensor a, Tensor b, Tensor starts, Tensor ends, ScalarType out_dtype) -> Tensor",
-    implementation=reference.k_grouped_gemm,
-    fake=lambda a, b, starts, ends, out_dtype: a.new_empty(
-        starts.shape[0], a.shape[1], b.shape[1], dtype=out_dtype
-    ),
+    implementation=by_family("k_grouped_gemm"),
+    fake=lambda a, b, starts, ends, out_dtype: a.new_empty(starts.shape[0], a.shape[1], b.shape[1], dtype=out_dtype),
 )
 k_grouped_gemm_accumulate_op = define_op(
     "k_grouped_gemm_accumulate(Tensor(a!) c, Tensor a, Tensor b, Tensor starts, Tensor ends) -> ()",
-    implementation=reference.k_grouped_gemm_accumulate,
+    implementation=by_family("k_grouped_gemm_accumulate"),
     fake=lambda c, a, b, starts, ends: None,
 )
 k_grouped_sum_op = define_op(
     "k_grouped_sum(Tensor a, Tensor starts, Tensor ends, Tensor? scale, ScalarType out_dtype) -> Tensor",
-    implementation=reference.k_grouped_sum,
+    implementation=by_family("k_grouped_sum"),
     fake=lambda a, starts, ends, scale, out_dtype: a.new_empty(starts.shape[0], a.shape[1], dtype=out_dtype),
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from grouped_experts.ops import reference
 from grouped_experts.ops.checks import check_float, check_matrix, check_row_vector, check_rows, check_shape
+from grouped_experts.ops.families import by_family
 from grouped_experts.registration import define_op
 from grouped_experts.rows import RowRanges
 
@@ -43,7 +43,7 @@ def m_grouped_gemm(
         if bias is None:
             raise ValueError("bias_scale: wanted a bias beside it, got none")
         check_row_vector("bias_scale", bias_scale, x.shape[0], like=x)
-    return m_grouped_gemm_op(x, w, rows.starts, rows.ends, bias, bias_scale, transpose_w)
+    return m_grouped_gemm_op(x, w, rows.starts, rows.ends, bias, bias_scale, transpose_w, None)
 
 
 def _fake(
@@ -54,13 +54,14 @@ def _fake(
     bias: Tensor | None,
     bias_scale: Tensor | None,
     transpose_w: bool,
+    tiles: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[1 if transpose_w else 2])
 
 
 m_grouped_gemm_op = define_op(
-    "m_grouped_gemm(Tensor x, Tensor w, Tensor starts, Tensor ends, Tensor? bias, Tensor? bias_scale, bool transpose_w)"
-    " -> Tensor",
-    implementation=reference.m_grouped_gemm,
+    "m_grouped_gemm(Tensor x, Tensor w, Tensor starts, Tensor ends, Tensor? bias, Tensor? bias_scale, bool transpose_w,"
+    " Tensor? tiles=None) -> Tensor",
+    implementation=by_family("m_grouped_gemm"),
     fake=_fake,
 )

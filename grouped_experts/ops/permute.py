@@ -1,4 +1,4 @@
-"""From tokens with top-k expert ids to rows sorted by expert, and back. Both ways are deterministic, without atomics."""
+"""From tokens with top-k expert ids to rows sorted by expert, and back. Both are deterministic, without atomics."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grouped_experts.ops import reference
 from grouped_experts.ops.checks import check_device, check_float, check_shape
+from grouped_experts.ops.families import by_family
 from grouped_experts.registration import define_gradient, define_op
 
 
@@ -79,7 +80,8 @@ def permute(x: Tensor, top_k_ids: Tensor, top_k_probs: Tensor, num_experts: int)
 def unpermute(y: Tensor, routing: Routing) -> Tensor:
     """out[t] = sum over j of y[row of slot (t, j)], in fp32 with j ascending, rounded once.
 
-    y (T * k, H), not scaled here: the experts' rows already carry the router prob. Returns (T, H) in the dtype of y.
+    y (T * k, H), not scaled here: the experts' rows already carry the router prob. routing: what `route` or `permute`
+    made. Returns (T, H) in the dtype of y.
     Differentiable in y. Raises ValueError for a shape or device, TypeError for a dtype that does not fit.
     """
     check_float("y", y)
@@ -112,12 +114,12 @@ route_op = define_op(
 )
 permute_op = define_op(
     "permute(Tensor x, Tensor slot_to_row, Tensor row_to_slot) -> Tensor",
-    implementation=reference.permute,
+    implementation=by_family("permute"),
     fake=lambda x, slot_to_row, row_to_slot: x.new_empty(row_to_slot.shape[0], x.shape[1]),
 )
 unpermute_op = define_op(
     "unpermute(Tensor y, Tensor slot_to_row, Tensor row_to_slot) -> Tensor",
-    implementation=reference.unpermute,
+    implementation=by_family("unpermute"),
     fake=lambda y, slot_to_row, row_to_slot: y.new_empty(slot_to_row.shape[0], y.shape[1]),
 )
 

@@ -1,0 +1,28 @@
+"""What the layer is measured against: the same mathematics written by hand with what PyTorch has."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def grouped_mm_composite(x: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, ends: Tensor, probs: Tensor) -> Tensor:
+    """`F.grouped_mm` for both products and eager SwiGLU between them.
+
+    x (T, H), fc1_weight (E, 2I, H), fc2_weight (E, H, I), ends (E,) int32 running sum of the counts, probs (T,).
+    """
+    h = F.grouped_mm(x, fc1_weight.transpose(1, 2), offs=ends)
+    gate, up = h.chunk(2, dim=-1)
+    a = (F.silu(gate) * up * probs[:, None]).to(x.dtype)
+    return F.grouped_mm(a, fc2_weight.transpose(1, 2), offs=ends)
+
+
+def loop_over_experts(x: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, counts: list[int], probs: Tensor) -> Tensor:
+    """The loop that most models start from; each backward of `weight[e]` writes a gradient of full size."""
+    outputs = []
+    for expert, (rows, p) in enumerate(zip(x.split(counts), probs.split(counts), strict=True)):
+        gate, up = F.linear(rows, fc1_weight[expert]).chunk(2, dim=-1)
+        a = (F.silu(gate) * up * p[:, None]).to(x.dtype)
+        outputs.append(F.linear(a, fc2_weight[expert]))
+    return torch.cat(outputs)

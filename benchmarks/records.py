@@ -1,0 +1,64 @@
+"""The result files: what was measured, on what, when."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One comparison. ratio = peer_ms / ms: above 1, the package is faster. shape names its sizes, path what ran."""
+
+    op: str
+    shape: dict[str, int]
+    counts: str
+    dtype: str
+    path: str
+    ms: float
+    peer: str
+    peer_ms: float
+    ratio: float
+    tflops: float | None = None
+
+
+def record(
+    op: str,
+    shape: dict[str, int],
+    counts: str,
+    dtype: str,
+    path: str,
+    ms: float,
+    peer: str,
+    peer_ms: float,
+    flops: float | None = None,
+) -> Record:
+    tflops = None if flops is None else round(flops / ms / 1e9, 3)
+    return Record(op, shape, counts, dtype, path, round(ms, 4), peer, round(peer_ms, 4), round(peer_ms / ms, 3), tflops)
+
+
+def write(name: str, hardware: dict[str, str | int], records: list[Record], **more: object) -> Path:
+    """benchmarks/results/<name>: hardware, date, versions and the records."""
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "triton"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    content = {
+        **hardware,
+        "date": datetime.date.today().isoformat(),
+        "versions": versions,
+        "records": [{k: v for k, v in asdict(r).items() if v is not None} for r in records],
+        **more,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / name
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path

@@ -1,0 +1,76 @@
+"""Which family of kernels an op call takes: one rule in one place.
+
+reference   plain torch: CPU tensors, fp64, and machines without Triton
+portable    Triton kernels: GPU tensors in bf16, fp16 and fp32
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FAMILIES = ("reference", "portable")
+
+_forced: str | None = None
+
+
+def choose_family(device: torch.device, dtypes: set[torch.dtype]) -> str:
+    """The family for tensors on that device, of those floating dtypes."""
+    if _forced is not None:
+        return _forced
+    if device.type != "cuda" or torch.float64 in dtypes or not has_triton():
+        return "reference"
+    return "portable"
+
+
+@contextlib.contextmanager
+def use_family(name: str) -> Iterator[None]:
+    """Send every op to one family, as tests and benchmarks do. It holds for all threads, the autograd engine's too.
+
+    Raises ValueError for a name that is none of FAMILIES.
+    """
+    global _forced
+    if name not in FAMILIES:
+        raise ValueError(f"family: wanted one of {', '.join(FAMILIES)}, got {name!r}")
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def by_family(name: str, reference: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """The implementation of an op that every family has under one name, with one signature.
+
+    reference: what the reference family runs, if that is not a function of its module.
+    """
+
+    def call(*args: Any) -> Any:
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        dtypes = {t.dtype for t in tensors} | {a for a in args if isinstance(a, torch.dtype)}
+        family = choose_family(tensors[0].device, dtypes)
+        if family == "reference" and reference is not None:
+            return reference(*args)
+        return getattr(_family(family), name)(*args)
+
+    call.__name__ = name
+    return call
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _family(name: str) -> ModuleType:
+    """Imported when first needed: the package itself does without Triton."""
+    return importlib.import_module(f"grouped_experts.ops.{name}")

@@ -1,0 +1,33 @@
+"""Triton kernels for any GPU that Triton supports; its interpreter runs them on a CPU in tests.
+
+The functions below have the signatures of `grouped_experts.ops.reference`.
+"""
+
+from grouped_experts.ops.portable.permute import permute, unpermute
+from grouped_experts.ops.portable.products import (
+    fc1_activation,
+    fc2_dgrad_activation,
+    k_grouped_gemm,
+    k_grouped_gemm_accumulate,
+    k_grouped_sum,
+    m_grouped_gemm,
+    scaled_activation,
+    scaled_activation_backward,
+    tile_schedule,
+)
+from grouped_experts.ops.portable.schedule import ranges_from_tensor
+
+__all__ = [
+    "fc1_activation",
+    "fc2_dgrad_activation",
+    "k_grouped_gemm",
+    "k_grouped_gemm_accumulate",
+    "k_grouped_sum",
+    "m_grouped_gemm",
+    "permute",
+    "ranges_from_tensor",
+    "scaled_activation",
+    "scaled_activation_backward",
+    "tile_schedule",
+    "unpermute",
+]

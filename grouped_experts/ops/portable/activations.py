@@ -1,0 +1,81 @@
+"""The activations as Triton functions: value and gradient of `grouped_experts.activations`, on fp32 blocks.
+
+A function without a gate takes the same arguments and ignores `up`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ALPHA = tl.constexpr(1.702)  # gpt-oss
+LIMIT = tl.constexpr(7.0)
+
+
+@triton.jit
+def swiglu(gate, up):
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def swiglu_gradient(ds, gate, up):
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    silu = gate * sigmoid
+    return ds * up * (sigmoid + silu * (1.0 - sigmoid)), ds * silu
+
+
+@triton.jit
+def gelu_cdf(x):
+    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def geglu(gate, up):
+    return gate * gelu_cdf(gate) * up
+
+
+@triton.jit
+def geglu_gradient(ds, gate, up):
+    cdf = gelu_cdf(gate)
+    density = 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+    return ds * up * (cdf + gate * density), ds * gate * cdf
+
+
+@triton.jit
+def clamped_swiglu(gate, up):
+    # A comparison with NaN is false, so that NaN passes, as it does through torch.clamp.
+    gate = tl.where(gate > LIMIT, LIMIT, gate)
+    up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+
+
+@triton.jit
+def clamped_swiglu_gradient(ds, gate, up):
+    g = tl.where(gate > LIMIT, LIMIT, gate)
+    u = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * g))
+    swish = g * sigmoid
+    d_gate = ds * (u + 1.0) * (sigmoid + ALPHA * swish * (1.0 - sigmoid))
+    d_up = ds * swish
+    return tl.where(gate <= LIMIT, d_gate, 0.0), tl.where(tl.abs(up) <= LIMIT, d_up, 0.0)
+
+
+@triton.jit
+def squared_relu(h, up):
+    positive = tl.where(h < 0.0, 0.0, h)
+    return positive * positive
+
+
+@triton.jit
+def squared_relu_gradient(ds, h, up):
+    d_h = 2.0 * tl.where(h < 0.0, 0.0, h) * ds
+    return d_h, d_h
+
+
+VALUES = {"swiglu": swiglu, "geglu": geglu, "clamped_swiglu": clamped_swiglu, "squared_relu": squared_relu}
+GRADIENTS = {
+    "swiglu": swiglu_gradient,
+    "geglu": geglu_gradient,
+    "clamped_swiglu": clamped_swiglu_gradient,
+    "squared_relu": squared_relu_gradient,
+}

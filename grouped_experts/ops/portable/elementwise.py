@@ -1,0 +1,135 @@
+"""The scaled activation on its own, forward and backward, and the sum of the dprobs partials."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scaled_activation_kernel(
+    h_ptr,  # (T, 2 I), or (T, I) without a gate
+    probs_ptr,  # (T,) or None
+    tiles_ptr,  # (1 + tiles, 4)
+    a_ptr,  # (T, I)
+    I,
+    stride_h,
+    stride_hn,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    TILE: tl.constexpr,  # rows of a tile of the schedule
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (tiles * TILE / ROWS, column blocks). a = p * act(h); zero in rows of no expert."""
+    slot = tl.program_id(0) // (TILE // ROWS)
+    if slot < tl.load(tiles_ptr + 1):
+        expert = tl.load(tiles_ptr + 4 * (1 + slot))
+        m0 = tl.load(tiles_ptr + 4 * (1 + slot) + 1) + tl.program_id(0) % (TILE // ROWS) * ROWS
+        end = tl.load(tiles_ptr + 4 * (1 + slot) + 2)
+        m = m0 + tl.arange(0, ROWS)
+        n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = (m < end)[:, None] & (n < I)[None, :]
+        owned = inside & (expert >= 0)
+        at = h_ptr + m[:, None].to(tl.int64) * stride_h + n[None, :].to(tl.int64) * stride_hn
+        gate = tl.load(at, mask=owned, other=0.0).to(tl.float32)
+        up = gate
+        if GATED:
+            up = tl.load(at + I.to(tl.int64) * stride_hn, mask=owned, other=0.0).to(tl.float32)
+        a = ACT(gate, up)
+        if probs_ptr is not None:
+            a = tl.load(probs_ptr + m, mask=(m < end) & (expert >= 0), other=0.0).to(tl.float32)[:, None] * a
+        tl.store(a_ptr + m[:, None].to(tl.int64) * I + n[None, :], a.to(a_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def scaled_activation_backward_kernel(
+    da_ptr,  # (T, I)
+    h_ptr,  # (T, 2 I), or (T, I) without a gate
+    probs_ptr,  # (T,) or None
+    tiles_ptr,
+    dh_ptr,  # the shape of h
+    a_ptr,  # (T, I)
+    dprobs_ptr,  # (T,)
+    I,
+    stride_da,
+    stride_dan,
+    stride_h,
+    stride_hn,
+    ACT: tl.constexpr,  # (value, gradient)
+    GATED: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (tiles * TILE / ROWS,). A program has whole rows, so that dprobs is summed in one order."""
+    slot = tl.program_id(0) // (TILE // ROWS)
+    if slot < tl.load(tiles_ptr + 1):
+        expert = tl.load(tiles_ptr + 4 * (1 + slot))
+        m0 = tl.load(tiles_ptr + 4 * (1 + slot) + 1) + tl.program_id(0) % (TILE // ROWS) * ROWS
+        end = tl.load(tiles_ptr + 4 * (1 + slot) + 2)
+        m = m0 + tl.arange(0, ROWS)
+        width = 2 * I if GATED else I
+        p = tl.full((ROWS,), 1.0, tl.float32)
+        if probs_ptr is not None:
+            p = tl.load(probs_ptr + m, mask=(m < end) & (expert >= 0), other=0.0).to(tl.float32)
+        total = tl.zeros((ROWS, BLOCK), tl.float32)
+        for n0 in range(0, I, BLOCK):
+            n = n0 + tl.arange(0, BLOCK)
+            inside = (m < end)[:, None] & (n < I)[None, :]
+            owned = inside & (expert >= 0)
+            at = h_ptr + m[:, None].to(tl.int64) * stride_h + n[None, :].to(tl.int64) * stride_hn
+            gate = tl.load(at, mask=owned, other=0.0).to(tl.float32)
+            up = gate
+            if GATED:
+                up = tl.load(at + I.to(tl.int64) * stride_hn, mask=owned, other=0.0).to(tl.float32)
+            at_da = da_ptr + m[:, None].to(tl.int64) * stride_da + n[None, :].to(tl.int64) * stride_dan
+            da = tl.load(at_da, mask=owned, other=0.0).to(tl.float32)
+            s = ACT[0](gate, up)
+            total += tl.where(owned, da * s, 0.0)
+            at_a = a_ptr + m[:, None].to(tl.int64) * I + n[None, :]
+            tl.store(at_a, (p[:, None] * s).to(a_ptr.dtype.element_ty), mask=inside)
+            d_gate, d_up = ACT[1](p[:, None] * da, gate, up)
+            at_dh = dh_ptr + m[:, None].to(tl.int64) * width + n[None, :]
+            tl.store(at_dh, d_gate.to(dh_ptr.dtype.element_ty), mask=inside)
+            if GATED:
+                tl.store(at_dh + I, d_up.to(dh_ptr.dtype.element_ty), mask=inside)
+        tl.store(dprobs_ptr + m, tl.sum(total, 1), mask=m < end)
+
+
+@triton.jit
+def sum_partials_kernel(
+    partials_ptr,  # (column tiles, T)
+    dy_ptr,  # (T, H) or None
+    bias_ptr,  # (E, H): read only with dy
+    tiles_ptr,
+    dprobs_ptr,  # (T,)
+    num_rows,
+    num_columns,
+    H,
+    stride_dy,
+    stride_dyn,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (tiles,). dprobs = sum of the partials, in ascending order, + dy . b2_e; zero in rows of no expert."""
+    slot = tl.program_id(0)
+    if slot < tl.load(tiles_ptr + 1):
+        expert = tl.load(tiles_ptr + 4 * (1 + slot))
+        m = tl.load(tiles_ptr + 4 * (1 + slot) + 1) + tl.arange(0, TILE)
+        inside = m < tl.load(tiles_ptr + 4 * (1 + slot) + 2)
+        owned = inside & (expert >= 0)
+        total = tl.zeros((TILE,), tl.float32)
+        at = partials_ptr + m
+        for _ in range(0, num_columns):
+            total += tl.load(at, mask=owned, other=0.0)
+            at += num_rows
+        if dy_ptr is not None:
+            e = tl.maximum(expert, 0).to(tl.int64)
+            for n0 in range(0, H, BLOCK):
+                n = n0 + tl.arange(0, BLOCK)
+                at = dy_ptr + m[:, None].to(tl.int64) * stride_dy + n[None, :].to(tl.int64) * stride_dyn
+                dy = tl.load(at, mask=owned[:, None] & (n < H)[None, :], other=0.0).to(tl.float32)
+                bias = tl.load(bias_ptr + e * H + n, mask=n < H, other=0.0).to(tl.float32)
+                total += tl.sum(tl.where(owned[:, None], dy * bias[None, :], 0.0), 1)
+        tl.store(dprobs_ptr + m, total, mask=inside)

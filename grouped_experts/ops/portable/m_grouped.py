@@ -1,0 +1,150 @@
+"""m-grouped GEMM in Triton: one persistent kernel; what happens to a finished tile is a function handed to it.
+
+The tile's rows come from the schedule, so that no expert's size is known to the host. Operands come through the tensor
+memory accelerator where their strides and the GPU allow, through pointers otherwise.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_position(t, num_m, num_n, GROUP_M: tl.constexpr):
+    """Tiles in groups of GROUP_M rows of tiles, column by column, so that both operands stay in the L2 cache."""
+    group = t // (GROUP_M * num_n)
+    first = group * GROUP_M
+    size = tl.minimum(num_m - first, GROUP_M)
+    within = t - group * GROUP_M * num_n
+    return first + within % size, within // size
+
+
+@triton.jit
+def load_rows(x, m0, end, k0, K, stride_m, stride_k, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Rows m0 : end of x, columns from k0, as (BLOCK_M, BLOCK_K); through TMA the rows behind `end` are not masked."""
+    if TMA:
+        return x.load([m0, k0])
+    else:
+        m = m0 + tl.arange(0, BLOCK_M)
+        k = k0 + tl.arange(0, BLOCK_K)
+        at = x + m[:, None].to(tl.int64) * stride_m + k[None, :].to(tl.int64) * stride_k
+        return tl.load(at, mask=(m < end)[:, None] & (k < K)[None, :], other=0.0)
+
+
+@triton.jit
+def load_weight(
+    w,
+    e,
+    n0,
+    N,
+    k0,
+    K,
+    stride_e,
+    stride_n,
+    stride_k,
+    TMA: tl.constexpr,
+    TRANSPOSE_W: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The block of expert e's weight that multiplies columns n0.. of the output, as (BLOCK_K, BLOCK_N)."""
+    if TMA:
+        if TRANSPOSE_W:
+            return w.load([e, n0, k0]).reshape(BLOCK_N, BLOCK_K).T
+        else:
+            return w.load([e, k0, n0]).reshape(BLOCK_K, BLOCK_N)
+    else:
+        n = n0 + tl.arange(0, BLOCK_N)
+        k = k0 + tl.arange(0, BLOCK_K)
+        at = w + e.to(tl.int64) * stride_e + n[None, :].to(tl.int64) * stride_n + k[:, None].to(tl.int64) * stride_k
+        return tl.load(at, mask=(n < N)[None, :] & (k < K)[:, None], other=0.0)
+
+
+@triton.jit
+def m_grouped_kernel(
+    x,  # (T, K), descriptor or pointer
+    w,  # (E, N, K), or (E, K, N) without TRANSPOSE_W; with a gate (E, 2 N, K)
+    tiles_ptr,  # (1 + tiles, 4) int32
+    y,  # the epilogue's, from here to partials_ptr: see there
+    a,
+    h,
+    y_ptr,
+    a_ptr,
+    h_ptr,
+    bias_ptr,
+    probs_ptr,
+    partials_ptr,
+    num_rows,
+    N,
+    K,
+    stride_xm,
+    stride_xk,
+    stride_we,
+    stride_wn,
+    stride_wk,
+    EPILOGUE: tl.constexpr,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,  # the products with rows n and N + n of the weight side by side
+    GATED_H: tl.constexpr,
+    HALVES: tl.constexpr,  # the epilogue takes each half of the columns by itself
+    GAPS: tl.constexpr,  # 1: rows of no expert are tiles as well, with a product of zero
+    TRANSPOSE_W: tl.constexpr,
+    TMA_X: tl.constexpr,
+    TMA_W: tl.constexpr,
+    TMA_OUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+):
+    """Grid (NUM_PROGRAMS,), persistent."""
+    num_m = tl.load(tiles_ptr + GAPS)
+    num_n = tl.cdiv(N, BLOCK_N)
+    for t in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS):
+        i_m, i_n = tile_position(t, num_m, num_n, GROUP_M)
+        tile = tiles_ptr + 4 * (1 + i_m)
+        expert = tl.load(tile)
+        m0 = tl.load(tile + 1)
+        end = tl.load(tile + 2)
+        n0 = i_n * BLOCK_N
+        e = tl.maximum(expert, 0)
+        steps = tl.where(expert < 0, 0, tl.cdiv(K, BLOCK_K))
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        acc_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for i in range(0, steps):
+            k0 = i * BLOCK_K
+            rows = load_rows(x, m0, end, k0, K, stride_xm, stride_xk, TMA_X, BLOCK_M, BLOCK_K)
+            if GATED:
+                weight = load_weight(
+                    w, e, n0, N, k0, K, stride_we, stride_wn, stride_wk, TMA_W, TRANSPOSE_W, BLOCK_N, BLOCK_K
+                )
+                weight_up = load_weight(
+                    w, e, N + n0, 2 * N, k0, K, stride_we, stride_wn, stride_wk, TMA_W, TRANSPOSE_W, BLOCK_N, BLOCK_K
+                )
+                acc = tl.dot(rows, weight, acc, input_precision=PRECISION)
+                acc_up = tl.dot(rows, weight_up, acc_up, input_precision=PRECISION)
+            else:
+                weight = load_weight(
+                    w, e, n0, N, k0, K, stride_we, stride_wn, stride_wk, TMA_W, TRANSPOSE_W, BLOCK_N, BLOCK_K
+                )
+                acc = tl.dot(rows, weight, acc, input_precision=PRECISION)
+        if HALVES:
+            # One half after the other, for epilogues that need more registers than a whole tile leaves.
+            left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+            EPILOGUE(
+                left, left, expert, m0, end, n0, 2 * i_n, y, a, h, y_ptr, a_ptr, h_ptr, bias_ptr, probs_ptr,
+                partials_ptr, num_rows, N, ACT, GATED_H, TMA_OUT, BLOCK_M, BLOCK_N // 2
+            )  # fmt: skip
+            n1 = n0 + BLOCK_N // 2
+            EPILOGUE(
+                right, right, expert, m0, end, n1, 2 * i_n + 1, y, a, h, y_ptr, a_ptr, h_ptr, bias_ptr, probs_ptr,
+                partials_ptr, num_rows, N, ACT, GATED_H, TMA_OUT, BLOCK_M, BLOCK_N // 2
+            )  # fmt: skip
+        else:
+            EPILOGUE(
+                acc, acc_up, expert, m0, end, n0, i_n, y, a, h, y_ptr, a_ptr, h_ptr, bias_ptr, probs_ptr, partials_ptr,
+                num_rows, N, ACT, GATED_H, TMA_OUT, BLOCK_M, BLOCK_N
+            )  # fmt: skip

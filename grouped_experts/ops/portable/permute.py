@@ -1,0 +1,80 @@
+"""Rows from tokens and back: a gather each way, no atomics."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grouped_experts.ops.portable.launch import on_device
+
+
+@triton.jit
+def permute_kernel(
+    x_ptr,  # (T, H)
+    row_to_slot_ptr,  # (T * k,)
+    y_ptr,  # (T * k, H)
+    H,
+    choices,
+    stride_x,
+    stride_xh,
+    BLOCK: tl.constexpr,
+):
+    """Grid (T * k, column blocks). y[r] = x[slot // k]; zero where the row has no slot."""
+    row = tl.program_id(0)
+    slot = tl.load(row_to_slot_ptr + row)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.maximum(slot, 0) // choices
+    x = tl.load(
+        x_ptr + token.to(tl.int64) * stride_x + n.to(tl.int64) * stride_xh, mask=(n < H) & (slot >= 0), other=0.0
+    )
+    tl.store(y_ptr + row.to(tl.int64) * H + n, x, mask=n < H)
+
+
+@triton.jit
+def unpermute_kernel(
+    y_ptr,  # (T * k, H)
+    slot_to_row_ptr,  # (T, k)
+    x_ptr,  # (T, H)
+    H,
+    choices,
+    stride_y,
+    stride_yh,
+    BLOCK: tl.constexpr,
+):
+    """Grid (T, column blocks). x[t] = sum over j of y[slot_to_row[t, j]], in fp32, j ascending."""
+    token = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in range(0, choices):
+        row = tl.load(slot_to_row_ptr + token.to(tl.int64) * choices + j)
+        at = y_ptr + row.to(tl.int64) * stride_y + n.to(tl.int64) * stride_yh
+        total += tl.load(at, mask=(n < H) & (row >= 0), other=0.0).to(tl.float32)
+    tl.store(x_ptr + token.to(tl.int64) * H + n, total.to(x_ptr.dtype.element_ty), mask=n < H)
+
+
+def permute(x: Tensor, slot_to_row: Tensor, row_to_slot: Tensor) -> Tensor:
+    y = x.new_empty(row_to_slot.shape[0], x.shape[1])
+    if y.numel():
+        block = column_block(x.shape[1])
+        with on_device(x):
+            permute_kernel[(y.shape[0], triton.cdiv(x.shape[1], block))](
+                x, row_to_slot, y, x.shape[1], slot_to_row.shape[1], *x.stride(), BLOCK=block
+            )
+    return y
+
+
+def unpermute(y: Tensor, slot_to_row: Tensor, row_to_slot: Tensor) -> Tensor:
+    x = y.new_empty(slot_to_row.shape[0], y.shape[1])
+    if x.numel():
+        block = column_block(y.shape[1])
+        with on_device(y):
+            unpermute_kernel[(x.shape[0], triton.cdiv(y.shape[1], block))](
+                y, slot_to_row, x, y.shape[1], slot_to_row.shape[1], *y.stride(), BLOCK=block
+            )
+    return x
+
+
+def column_block(width: int) -> int:
+    """Eight elements a thread and at most 256 threads at 4 warps or more."""
+    return min(2048, max(128, triton.next_power_of_2(width)))

@@ -1,0 +1,156 @@
+"""Row ranges and the tile schedule, built on the device, once for all products of a layer.
+
+The schedule is (1 + max_tiles, 4) int32. Row 0: how many tiles are owned, how many there are with those of the gaps.
+Every other row is a tile: expert (-1: rows of no expert), first row, row behind the last. Owned tiles come first, by
+expert; those of the gaps follow.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grouped_experts.ops.portable.launch import on_device
+from grouped_experts.rows import schedule_size
+
+
+@triton.jit
+def maximum(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def write_tiles(tiles_ptr, first_tile, expert, start, end, BLOCK_M: tl.constexpr, LANES: tl.constexpr):
+    count = tl.cdiv(end - start, BLOCK_M)
+    for i in range(0, count, LANES):
+        tile = i + tl.arange(0, LANES)
+        row = start + tile * BLOCK_M
+        to = tiles_ptr + 4 * (1 + first_tile + tile)
+        tl.store(to, tl.zeros_like(tile) + expert, mask=tile < count)
+        tl.store(to + 1, row, mask=tile < count)
+        tl.store(to + 2, tl.minimum(row + BLOCK_M, end), mask=tile < count)
+
+
+@triton.jit
+def schedule_kernel(
+    starts_ptr,  # (E,)
+    ends_ptr,  # (E,)
+    tiles_ptr,  # (1 + max_tiles, 4)
+    num_rows,
+    num_experts,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,  # at least E + 1
+    LANES: tl.constexpr,
+):
+    """Grid (E + 1,): program e writes the tiles of expert e and of the gap before it; program E, of the last gap."""
+    e = tl.arange(0, BLOCK_E)
+    start, end = load_range(starts_ptr, ends_ptr, e, num_rows, num_experts)
+    # The end of the last range with rows before e's: an empty range may lie anywhere.
+    start_before, end_before = load_range(starts_ptr, ends_ptr, e - 1, num_rows, num_experts)
+    reached = tl.associative_scan(tl.where(end_before > start_before, end_before, 0), 0, maximum)
+    start = tl.maximum(start, tl.where(end > start, reached, 0))  # ranges that overlap break a promise, not memory
+    end = tl.maximum(end, start)
+    bounds_gap = (end > start) | (e == num_experts)
+    gap = tl.where(bounds_gap, start - tl.minimum(reached, start), 0)
+    owned_tiles = tl.cdiv(end - start, BLOCK_M)
+    gap_tiles = tl.cdiv(gap, BLOCK_M)
+    num_owned = tl.sum(owned_tiles)
+
+    expert = tl.program_id(0)
+    mine = e == expert
+    my_start, my_end, my_gap = (
+        tl.sum(tl.where(mine, start, 0)),
+        tl.sum(tl.where(mine, end, 0)),
+        tl.sum(tl.where(mine, gap, 0)),
+    )
+    before = e < expert
+    write_tiles(tiles_ptr, tl.sum(tl.where(before, owned_tiles, 0)), expert, my_start, my_end, BLOCK_M, LANES)
+    first_gap = num_owned + tl.sum(tl.where(before, gap_tiles, 0))
+    write_tiles(tiles_ptr, first_gap, -1, my_start - my_gap, my_start, BLOCK_M, LANES)
+    if expert == 0:
+        tl.store(tiles_ptr, num_owned)
+        tl.store(tiles_ptr + 1, num_owned + tl.sum(gap_tiles))
+
+
+@triton.jit
+def load_range(starts_ptr, ends_ptr, e, num_rows, num_experts):
+    """Ranges clamped into the buffer; behind the last expert's an empty one at its end."""
+    known = (e >= 0) & (e < num_experts)
+    start = tl.load(starts_ptr + e, mask=known, other=0)
+    end = tl.load(ends_ptr + e, mask=known, other=0)
+    start = tl.minimum(tl.maximum(start, 0), num_rows)
+    end = tl.maximum(tl.minimum(end, num_rows), start)
+    past = e >= num_experts
+    return tl.where(past, num_rows, start), tl.where(past, num_rows, end)
+
+
+def build_schedule(starts: Tensor, ends: Tensor, num_rows: int, block_m: int) -> Tensor:
+    """block_m: rows of a tile, at least SMALLEST_TILE, for which the schedule has room."""
+    num_experts = starts.shape[0]
+    tiles = starts.new_empty(schedule_size(num_rows, num_experts), 4)
+    with on_device(starts):
+        schedule_kernel[(num_experts + 1,)](
+            starts,
+            ends,
+            tiles,
+            num_rows,
+            num_experts,
+            BLOCK_M=block_m,
+            BLOCK_E=triton.next_power_of_2(num_experts + 1),
+            LANES=32,
+            num_warps=4,
+        )
+    return tiles
+
+
+@triton.jit
+def ranges_kernel(
+    counts_ptr,  # (E,) int32 or int64
+    starts_ptr,  # (E,)
+    ends_ptr,  # (E,)
+    stride,
+    num_experts,
+    alignment,
+    capacity,
+    limit,
+    MASKED: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Grid (1,). Clamps as `grouped_experts.rows` does: negative counts to 0, starts and ends into the limit."""
+    e = tl.arange(0, BLOCK_E)
+    known = e < num_experts
+    count = tl.load(counts_ptr + e.to(tl.int64) * stride, mask=known, other=0).to(tl.int64)
+    count = tl.minimum(tl.maximum(count, 0), limit)
+    if MASKED:
+        start = e.to(tl.int64) * capacity
+        end = start + tl.minimum(count, capacity)
+    else:
+        length = tl.cdiv(count, alignment) * alignment
+        start = tl.cumsum(length, 0) - length
+        end = start + count
+    tl.store(starts_ptr + e, tl.minimum(start, limit).to(tl.int32), mask=known)
+    tl.store(ends_ptr + e, tl.minimum(end, limit).to(tl.int32), mask=known)
+
+
+def ranges_from_tensor(
+    counts: Tensor, alignment: int, capacity: int, limit: int, masked: bool
+) -> tuple[Tensor, Tensor]:
+    starts, ends = torch.empty((2, counts.shape[0]), dtype=torch.int32, device=counts.device).unbind()
+    if counts.shape[0]:
+        with on_device(counts):
+            ranges_kernel[(1,)](
+                counts,
+                starts,
+                ends,
+                counts.stride(0),
+                counts.shape[0],
+                alignment,
+                capacity,
+                limit,
+                MASKED=masked,
+                BLOCK_E=triton.next_power_of_2(counts.shape[0]),
+                num_warps=4,
+            )
+    return starts, ends

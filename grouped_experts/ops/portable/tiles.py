@@ -1,0 +1,92 @@
+"""Tile configurations: data, by product, dtype, GPU and a coarse bucket of rows an expert; never by a token count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+ROW_BLOCKS = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """block_m rows and block_n columns of the output (k-grouped: of a weight), in steps of block_k contracted."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    group_m: int = 8
+
+
+def row_block(num_rows: int, num_experts: int) -> int:
+    """Rows of a tile, for all products of a layer: the mean rows an expert, rounded up within ROW_BLOCKS."""
+    mean = num_rows / max(1, num_experts)
+    return next((block for block in ROW_BLOCKS if mean <= block), ROW_BLOCKS[-1])
+
+
+# By rows of a tile. "product": a plain store; "fc1": gate and up side by side, twice block_n columns of weight;
+# "dgrad": the activation's backward in the epilogue. 128 x 256 x 64 at three stages takes 144 KiB of shared memory.
+HOPPER = {
+    "product": {
+        16: Tile(16, 128, 128, 4, 4),
+        32: Tile(32, 128, 128, 4, 4),
+        64: Tile(64, 256, 64, 4, 4),
+        128: Tile(128, 256, 64, 8, 3),
+    },
+    "fc1": {
+        16: Tile(16, 64, 128, 4, 4),
+        32: Tile(32, 64, 128, 4, 4),
+        64: Tile(64, 128, 64, 4, 4),
+        128: Tile(128, 128, 64, 8, 3),
+    },
+    "dgrad": {
+        16: Tile(16, 64, 128, 4, 4),
+        32: Tile(32, 64, 128, 4, 4),
+        64: Tile(64, 64, 64, 4, 4),
+        128: Tile(128, 128, 64, 8, 3),
+    },
+    "wgrad": {128: Tile(128, 256, 64, 8, 3)},
+}
+
+# 99 KiB of shared memory is what sm_86, sm_89 and sm_120 have.
+AMPERE = {
+    "product": {
+        16: Tile(16, 128, 64, 4, 4),
+        32: Tile(32, 128, 64, 4, 4),
+        64: Tile(64, 128, 32, 4, 4),
+        128: Tile(128, 128, 32, 8, 4),
+    },
+    "fc1": {
+        16: Tile(16, 64, 64, 4, 4),
+        32: Tile(32, 64, 64, 4, 4),
+        64: Tile(64, 64, 32, 4, 4),
+        128: Tile(128, 64, 32, 8, 4),
+    },
+    "dgrad": {
+        16: Tile(16, 64, 64, 4, 4),
+        32: Tile(32, 64, 64, 4, 4),
+        64: Tile(64, 64, 32, 4, 4),
+        128: Tile(128, 64, 32, 8, 4),
+    },
+    "wgrad": {128: Tile(128, 128, 32, 8, 4)},
+}
+
+# True fp32 runs on the plain arithmetic units, out of registers.
+FLOAT32 = {
+    kind: {block: Tile(block, 32 if kind == "fc1" else 64, 16, 4 if block < 128 else 8, 2) for block in ROW_BLOCKS}
+    for kind in ("product", "fc1", "dgrad")
+} | {"wgrad": {128: Tile(64, 64, 16, 4, 2)}}
+
+
+def table(dtype: torch.dtype, capability: int) -> dict[str, dict[int, Tile]]:
+    if dtype == torch.float32:
+        return FLOAT32
+    return HOPPER if capability in (90, 100, 103) else AMPERE
+
+
+def choose_tile(kind: str, dtype: torch.dtype, capability: int, rows: int = 128) -> Tile:
+    """kind: "product", "fc1", "dgrad" or "wgrad"; rows: the tile rows of the schedule (wgrad has no schedule)."""
+    return table(dtype, capability)[kind][rows]

@@ -1,0 +1,70 @@
+"""What every test runs under: a seed of its own, poisoned memory, and one run for each device that there is."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic mode asks cuBLAS for it
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "grouped_experts",
+    derandomize=True,
+    deadline=None,
+    max_examples=30,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("grouped_experts")
+
+torch.set_num_threads(1)  # on tensors this small, threads that wait for each other take three times as long
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def many_threads() -> Iterator[None]:
+    """Four threads on the CPU, for what must not depend on their race."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _seed(request: pytest.FixtureRequest) -> None:
+    """Random tensors that differ from test to test and are the same on every run."""
+    torch.manual_seed(zlib.crc32(request.node.name.encode()))
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """Memory that nobody wrote holds NaN (the largest value, for integers), so that reading it shows.
+
+    Deterministic mode fills what torch.empty returns, on every device. On a GPU the allocator's free blocks are filled
+    as well.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    if torch.cuda.is_available():
+        _poison_free_blocks()
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+def _poison_free_blocks() -> None:
+    # The allocator keeps one pool for blocks below 1 MiB and one for the others.
+    small = [torch.full((2**17,), torch.nan, device="cuda") for _ in range(64)]
+    large = [torch.full((2**21,), torch.nan, device="cuda") for _ in range(16)]
+    del small, large

@@ -1,0 +1,88 @@
+"""What a launch would compile, for a GPU that is not here: registers, spills, shared memory, ptxas's complaints."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from grouped_experts.ops.portable import launch, products
+
+# KiB of shared memory that a block may ask for.
+SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel as the compiler made it. spills: bytes of stack; complaints: ptxas's codes on serialised wgmma."""
+
+    name: str
+    arch: int
+    registers: int
+    spills: int
+    shared: int
+    instructions: dict[str, int]
+    complaints: list[str]
+
+
+def compile_launches(patch: pytest.MonkeyPatch, arch: int, call: Callable[[], Any]) -> list[Compiled]:
+    """Run `call` on CPU tensors as if on a GPU of compute capability `arch`, every launch replaced by a compilation."""
+    made: list[Compiled] = []
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        target = GPUTarget("cuda", arch, 32)
+        backend = make_backend(target)
+        binder = create_function_from_signature(self.signature, self.params, backend)
+        bound, specialization, options = binder(*args, **{**kwargs, "debug": False})
+        options, signature, constexprs, attrs = self._pack_args(
+            backend, {**kwargs, "debug": False}, bound, specialization, options
+        )
+        source = ASTSource(self, signature, constexprs, attrs)
+        kernel = triton.compile(source, target=target, options=options.__dict__)
+        made.append(inspect_kernel(self.__name__, arch, kernel))
+
+    patch.setattr(JITFunction, "run", compile_only)
+    for module in (launch, products):
+        patch.setattr(module, "capability", lambda device: arch)
+        patch.setattr(module, "num_processors", lambda device: 132)
+    call()
+    return made
+
+
+def inspect_kernel(name: str, arch: int, kernel: Any) -> Compiled:
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+    def run(*command: Any) -> str:
+        done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+        return done.stdout + done.stderr
+
+    with tempfile.TemporaryDirectory() as folder:
+        cubin, ptx = Path(folder) / "kernel.cubin", Path(folder) / "kernel.ptx"
+        cubin.write_bytes(kernel.asm["cubin"])
+        ptx.write_text(kernel.asm["ptx"])
+        usage = run(tools / "cuobjdump", "--dump-resource-usage", cubin)
+        sass = run(tools / "cuobjdump", "--dump-sass", cubin)
+        target = re.search(r"\.target (\w+)", kernel.asm["ptx"])
+        ptxas = tools / ("ptxas-blackwell" if arch >= 100 and (tools / "ptxas-blackwell").exists() else "ptxas")
+        said = run(ptxas, "-v", f"--gpu-name={target.group(1)}", ptx, "-o", Path(folder) / "o.cubin")
+    names = ("HGMMA", "HMMA", "UTMALDG", "UTMASTG", "LDL", "STL")
+    counts = {name: len(re.findall(rf"\b{name}\b", sass)) for name in names}
+    return Compiled(
+        name,
+        arch,
+        int(re.search(r"REG:(\d+)", usage).group(1)),
+        int(re.search(r"STACK:(\d+)", usage).group(1)),
+        kernel.metadata.shared,
+        {name: count for name, count in counts.items() if count},
+        re.findall(r"\((C7\d\d\d)\)", said),
+    )
