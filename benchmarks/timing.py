@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 import statistics
 import sys
 import time
@@ -21,12 +22,15 @@ def steady_malloc() -> None:
 
 
 def interleaved_ms(runs: dict[str, Callable[[], object]], rounds: int, warmup: int = 2) -> dict[str, float]:
-    """Median milliseconds of each run on the host's clock; every round runs all of them, in turning order."""
+    """Median milliseconds of each run on the host's clock; every round runs all of them, in an order of its own.
+
+    Random orders, since what runs before leaves its mark on caches and allocator.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
+    shuffle = random.Random(0)
     for round_ in range(-warmup, rounds):
-        turn = round_ % len(names)
-        for name in names[turn:] + names[:turn]:
+        for name in shuffle.sample(names, len(names)):
             start = time.perf_counter()
             runs[name]()
             if round_ >= 0:

@@ -13,18 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Gradient = Callable[[Tensor], tuple[Tensor, ...]]  # ds -> ds * d s / d part, a tensor per part; to be called once
+
 
 @dataclass(frozen=True)
 class Activation:
-    """value(*parts) = s, and gradient(ds, *parts) = ds * d value / d part, a tensor per part.
-
-    parts are (gate, up) or (h,).
-    """
+    """linearize(*parts) = (s, gradient): the value, and the gradient there; parts are (gate, up) or (h,)."""
 
     name: str
     gated: bool
-    value: Callable[..., Tensor]
-    gradient: Callable[..., tuple[Tensor, ...]]
+    linearize: Callable[..., tuple[Tensor, Gradient]]
+
+    def value(self, *parts: Tensor) -> Tensor:
+        return self.linearize(*parts)[0]
 
     def width(self, intermediate_size: int) -> int:
         """Columns of h for `intermediate_size` I columns of s: 2I with a gate, I without."""
@@ -38,64 +39,64 @@ class Activation:
         return h[..., :half], h[..., half:]
 
 
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def _swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Gradient]:
     """s = silu(gate) * up (Shazeer, "GLU Variants Improve Transformer", 2020)."""
-    return F.silu(gate).mul_(up)
+    silu = F.silu(gate)
+
+    def gradient(ds: Tensor) -> tuple[Tensor, ...]:
+        return torch.ops.aten.silu_backward(ds * up, gate), silu.mul_(ds)
+
+    return silu * up, gradient
 
 
-def _swiglu_gradient(ds: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten.silu_backward(ds * up, gate), F.silu(gate).mul_(ds)
-
-
-def _geglu(gate: Tensor, up: Tensor) -> Tensor:
+def _geglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Gradient]:
     """s = gelu(gate) * up with the exact (erf) gelu (Shazeer, 2020)."""
-    return F.gelu(gate).mul_(up)
+    gelu = F.gelu(gate)
 
+    def gradient(ds: Tensor) -> tuple[Tensor, ...]:
+        return torch.ops.aten.gelu_backward(ds * up, gate), gelu.mul_(ds)
 
-def _geglu_gradient(ds: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten.gelu_backward(ds * up, gate), F.gelu(gate).mul_(ds)
+    return gelu * up, gradient
 
 
 CLAMPED_SWIGLU_ALPHA = 1.702
 CLAMPED_SWIGLU_LIMIT = 7.0
 
 
-def _clamp(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return gate.clamp(max=CLAMPED_SWIGLU_LIMIT), up.clamp(-CLAMPED_SWIGLU_LIMIT, CLAMPED_SWIGLU_LIMIT)
+def _clamped_swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Gradient]:
+    """s = g sigmoid(1.702 g) (u + 1) with g = min(gate, 7), u = clamp(up, -7, 7): the experts of gpt-oss.
+
+    The gradient is zero where a clamp holds its input; at the limit itself it passes, as torch.clamp's does.
+    """
+    g, u = gate.clamp(max=CLAMPED_SWIGLU_LIMIT), up.clamp(-CLAMPED_SWIGLU_LIMIT, CLAMPED_SWIGLU_LIMIT)
+    sigmoid = torch.sigmoid(CLAMPED_SWIGLU_ALPHA * g)
+    swish = g * sigmoid
+
+    def gradient(ds: Tensor) -> tuple[Tensor, ...]:
+        d_gate = ds * (u + 1) * (sigmoid + CLAMPED_SWIGLU_ALPHA * swish * (1 - sigmoid))
+        d_gate = torch.where(gate <= CLAMPED_SWIGLU_LIMIT, d_gate, 0.0)
+        return d_gate, torch.where(up.abs() <= CLAMPED_SWIGLU_LIMIT, ds * swish, 0.0)
+
+    return swish * (u + 1), gradient
 
 
-def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """s = g sigmoid(1.702 g) (u + 1) with g = min(gate, 7), u = clamp(up, -7, 7): the experts of gpt-oss."""
-    gate, up = _clamp(gate, up)
-    return gate * torch.sigmoid(CLAMPED_SWIGLU_ALPHA * gate) * (up + 1)
-
-
-def _clamped_swiglu_gradient(ds: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Zero where the clamp holds its input; at the limit itself the gradient passes, as torch.clamp's does."""
-    gate_passes, up_passes = gate <= CLAMPED_SWIGLU_LIMIT, up.abs() <= CLAMPED_SWIGLU_LIMIT
-    gate, up = _clamp(gate, up)
-    sigmoid = torch.sigmoid(CLAMPED_SWIGLU_ALPHA * gate)
-    swish = gate * sigmoid
-    d_gate = ds * (up + 1) * (sigmoid + CLAMPED_SWIGLU_ALPHA * swish * (1 - sigmoid))
-    return torch.where(gate_passes, d_gate, 0.0), torch.where(up_passes, ds * swish, 0.0)
-
-
-def _squared_relu(h: Tensor) -> Tensor:
+def _squared_relu(h: Tensor) -> tuple[Tensor, Gradient]:
     """s = relu(h)^2 (So et al., "Primer", 2021)."""
-    return torch.relu(h).square()
+    positive = torch.relu(h)
 
+    def gradient(ds: Tensor) -> tuple[Tensor, ...]:
+        return (2 * positive * ds,)
 
-def _squared_relu_gradient(ds: Tensor, h: Tensor) -> tuple[Tensor]:
-    return (2 * torch.relu(h) * ds,)
+    return positive.square(), gradient
 
 
 ACTIVATIONS = {
     activation.name: activation
     for activation in (
-        Activation("swiglu", True, _swiglu, _swiglu_gradient),
-        Activation("geglu", True, _geglu, _geglu_gradient),
-        Activation("clamped_swiglu", True, _clamped_swiglu, _clamped_swiglu_gradient),
-        Activation("squared_relu", False, _squared_relu, _squared_relu_gradient),
+        Activation("swiglu", True, _swiglu),
+        Activation("geglu", True, _geglu),
+        Activation("clamped_swiglu", True, _clamped_swiglu),
+        Activation("squared_relu", False, _squared_relu),
     )
 }
 

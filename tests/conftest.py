@@ -10,7 +10,13 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic mod
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels then run on CPU tensors
+
 from hypothesis import HealthCheck, settings
+
+from grouped_experts.ops.families import use_family
 
 settings.register_profile(
     "grouped_experts",
@@ -26,9 +32,57 @@ torch.set_num_threads(1)  # on tensors this small, threads that wait for each ot
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
-@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])])
+DEVICES = ["cpu", "interpreter", pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])]
+
+
+@pytest.fixture(scope="session", params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
-    return request.param
+    """Where tensors are. "interpreter" is the CPU with the portable kernels in Triton's interpreter."""
+    return "cpu" if request.param == "interpreter" else request.param
+
+
+@pytest.fixture(autouse=True)
+def _family(request: pytest.FixtureRequest) -> Iterator[None]:
+    if is_interpreted(request.node):
+        with use_family("portable"):
+            yield
+    else:
+        yield
+
+
+def is_interpreted(item: pytest.Item) -> bool:
+    return hasattr(item, "callspec") and item.callspec.params.get("device") == "interpreter"
+
+
+# The interpreter takes up to a second a launch, so that it runs what shows the most; fp64 and bf16 go to the reference
+# there too. On a GPU all tests run the kernels.
+INTERPRETED = {
+    "test_layouts",
+    "test_sizes",
+    "test_empty_sizes",
+    "test_accumulate_in_every_layout",
+    "test_sum_in_every_layout",
+    "test_forward_in_every_layout",
+    "test_forward_sizes",
+    "test_backward_in_every_layout",
+    "test_backward_sizes",
+    "test_closed_form",
+    "test_routes",
+    "test_any_number_of_choices",
+}
+INTERPRETED_DTYPES = (None, torch.float32, torch.float16)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    def runs(item: pytest.Item) -> bool:
+        if not is_interpreted(item):
+            return True
+        dtypes = [value for value in item.callspec.params.values() if isinstance(value, torch.dtype)] or [None]
+        kernels_run = all(dtype in INTERPRETED_DTYPES for dtype in dtypes)
+        return not torch.cuda.is_available() and item.originalname in INTERPRETED and kernels_run
+
+    config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
+    items[:] = [item for item in items if runs(item)]
 
 
 @pytest.fixture

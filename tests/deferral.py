@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from layer import Results, assert_right, gradients, rand
+from layer import Results, gradients, rand
 from torch import Tensor
 
 from grouped_experts import GroupedMLP
@@ -47,13 +47,7 @@ def plain_gradients(mlp: GroupedMLP, *batches: tuple[Tensor, Tensor, Tensor]) ->
     return gradients(twin)
 
 
-def assert_close(actual: Results, expected: Results, exact: Results) -> None:
-    """Both are sums of the same gradients, rounded differently: as accurate as `expected`."""
-    dtype = next(g.dtype for g in expected.values() if g is not None)
-    assert_right(actual, [expected], exact, dtype)
-
-
 def exact_gradients(mlp: GroupedMLP, *batches: tuple[Tensor, Tensor, Tensor]) -> Results:
-    """In fp64. Of an fp64 layer, whose plain gradients count as exact: these."""
+    """As `plain_gradients`, in fp64."""
     twin = copy.deepcopy(mlp).double()
     return plain_gradients(twin, *[(x.double(), probs, dy.double()) for x, probs, dy in batches])

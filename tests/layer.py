@@ -184,6 +184,19 @@ def assert_same(actual: Results, expected: Results) -> None:
             assert torch.equal(actual[name], value), name
 
 
+def assert_equal_sums(actual: Results, expected: Results, terms: int = 64) -> None:
+    """Equal but for the order of summation: a sum of n terms errs by up to n roundings (Higham, 2002, section 4.2)."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        if value is None:
+            assert actual[name] is None, name
+            continue
+        assert actual[name].dtype == value.dtype, name
+        error = (actual[name] - value).abs().max().item()
+        bound = terms * eps(value.dtype) * value.abs().max().item()
+        assert error <= bound, f"{name}: error {error:.3g}, bound {bound:.3g}"
+
+
 def gradients(mlp: torch.nn.Module) -> Results:
     return {name: p.grad for name, p in mlp.named_parameters()}
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from deferral import COUNTS, assert_close, batch, exact_gradients, make, plain_gradients, plain_twin, step
+from deferral import COUNTS, batch, exact_gradients, make, plain_gradients, plain_twin, step
 from inputs import LAYOUTS, Layout, poison_unowned
-from layer import WEIGHTS, Ops, assert_same, by_layer, gradients, rand
+from layer import WEIGHTS, Ops, assert_equal_sums, assert_right, assert_same, by_layer, gradients, rand
 from torch import Tensor, nn
 
 import grouped_experts
@@ -43,7 +43,7 @@ def test_one_micro_batch_of_every_layout(layout: Layout, device: str) -> None:
     assert_same(by_layer(mlp, x, rows, None, dy), by_layer(plain_twin(mlp), x, rows, None, dy))
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32, FP64], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, FP32], ids=str)
 def test_several_micro_batches_equal_the_plain_runs_within_rounding(dtype: torch.dtype, device: str) -> None:
     mlp = make(device, dtype)
     batches = [batch(device, dtype) for _ in range(4)]
@@ -51,7 +51,8 @@ def test_several_micro_batches_equal_the_plain_runs_within_rounding(dtype: torch
         step(mlp, x, probs, dy)
     assert mlp.pending_wgrads == 4
     mlp.backward_dw()
-    assert_close(gradients(mlp), plain_gradients(mlp, *batches), exact_gradients(mlp, *batches))
+    exact = exact_gradients(mlp, *batches)
+    assert_right(gradients(mlp), [plain_gradients(mlp, *batches)], exact, dtype)
 
 
 def test_micro_batches_of_different_sizes(device: str) -> None:
@@ -66,7 +67,7 @@ def test_micro_batches_of_different_sizes(device: str) -> None:
     twin(torch.cat([x[:3], x[:3], x[3:]]), [3, 3, 4], torch.cat([probs[:3], probs[:3], probs[3:]])).backward(
         torch.cat([dy[:3], dy[:3], dy[3:]])
     )
-    assert_close(gradients(mlp), gradients(twin), gradients(twin))
+    assert_equal_sums(gradients(mlp), gradients(twin))
 
 
 def test_fp32_weights_accumulate_bf16_micro_batches_in_fp32(device: str) -> None:
@@ -77,9 +78,8 @@ def test_fp32_weights_accumulate_bf16_micro_batches_in_fp32(device: str) -> None
     step(mlp, x, probs, dy * 2.0**-10)
     mlp.backward_dw()
     first = plain_gradients(mlp, (x, probs, dy))
-    expected = {name: g * (1 + 2.0**-10) for name, g in first.items()}
-    assert_close(gradients(mlp), expected, {name: g.double() for name, g in expected.items()})
-    assert all(g.dtype == FP32 for g in gradients(mlp).values())
+    assert all(g.dtype == FP32 for g in first.values())
+    assert_equal_sums(gradients(mlp), {name: g * (1 + 2.0**-10) for name, g in first.items()})
 
 
 def test_autocast(device: str) -> None:
@@ -274,7 +274,7 @@ def test_hooks_fire_once_and_see_the_whole_gradient(device: str) -> None:
     expected = plain_gradients(mlp, *batches)
     for kind in (0, 1):
         assert [calls[kind][0] for calls in seen.values()] == [("tensor", "post")[kind]] * 4
-        assert_close({name: calls[kind][1] for name, calls in seen.items()}, expected, expected)
+        assert_equal_sums({name: calls[kind][1] for name, calls in seen.items()}, expected)
     assert all(len(calls) == 2 for calls in seen.values())
 
 

@@ -36,7 +36,7 @@ class Settings:
     """where to compute; auto takes a GPU if there is one (with bf16 there, fp32 on a CPU)"""
     defer_wgrad: bool = False
     """compute the experts' weight gradients after the rest of the backward pass; the numbers stay the same"""
-    steps: int = 1200
+    steps: int = 1100
     """training steps in all, those before a resume included"""
     batch_size: int = 16
     """sequences in a step"""
@@ -44,7 +44,7 @@ class Settings:
     """highest learning rate of AdamW, reached after the warm-up"""
     warmup_steps: int = 50
     """steps in which the learning rate rises"""
-    decay_steps: int = 1200
+    decay_steps: int = 1100
     """step at which the learning rate has come down to a tenth, where it stays, whatever --steps is"""
     weight_decay: float = 0.01
     """weight decay of AdamW"""

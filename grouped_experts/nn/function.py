@@ -141,7 +141,7 @@ class GroupedMLPFunction(torch.autograd.Function):
                 d_weights = {p.name: p.gradient.compute() for p in pending}
             else:
                 ctx.deferral.found[:] = pending
-                d_anchor = torch.empty(0, device=dy.device)
+                d_anchor = torch.empty(0, device=dy.device) if ctx.needs_input_grad[6] else None
         gradients = (dx, dprobs, *(d_weights.get(name) for name in Weights._fields))
         if create_graph:
             gradients = _refuse_double_backward(gradients)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped_experts.activations import get_activation
+from grouped_experts.nn.autocast import autocast_dtype
 from grouped_experts.nn.deferred import WgradQueue, deliver
 from grouped_experts.nn.function import Deferral, GroupedMLPFunction, Weights
 from grouped_experts.ops.checks import check_device, check_float, check_row_vector, check_rows, check_shape
@@ -103,7 +104,7 @@ class GroupedMLP(nn.Module):
             y = GroupedMLPFunction.apply(  # type: ignore[no-untyped-call]
                 x_rows, probs, *weights, None, rows, self.activation, dtype, None
             )
-        return y.view(x.shape)
+        return y.view(x.shape) if masked else y  # no view where none is needed: y may be changed in place
 
     def _deferred(
         self, x: Tensor, probs: Tensor | None, rows: RowRanges, weights: Weights, dtype: torch.dtype
@@ -184,8 +185,8 @@ def backward_dw(model: nn.Module) -> None:
             if _is_dtensor(now) and not _is_dtensor(pending.weight):
                 raise RuntimeError(
                     f"backward_dw: {pending.name} is a DTensor now but was a plain tensor in its forward: FSDP2 has "
-                    "already reduced this backward's gradients. Call backward_dw before that, for instance from a "
-                    "tensor hook on the input of the wrapped module"
+                    "already reduced this backward's gradients. Call backward_dw before that, from a tensor hook on an "
+                    "input of the layer that is registered inside the wrapped forward or in a forward pre-hook"
                 )
     deliver([layer._wgrad_queue for layer in layers])
 
@@ -216,9 +217,9 @@ def _is_dtensor(tensor: Tensor | None) -> bool:
 
 def _compute_dtype(x: Tensor, weights: Weights) -> torch.dtype:
     """The dtype that the products run in: autocast's, or that of x, which the weights must not be narrower than."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(x)
+    if dtype is not None:
+        return dtype
     for name, weight in zip(Weights._fields, weights, strict=True):
         if weight is not None and torch.promote_types(weight.dtype, x.dtype) != weight.dtype:
             raise TypeError(

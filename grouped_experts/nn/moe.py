@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from grouped_experts.nn.autocast import autocast_dtype
 from grouped_experts.nn.grouped_mlp import GroupedMLP
 from grouped_experts.nn.router import Router
 from grouped_experts.ops.checks import check_float
@@ -95,19 +96,14 @@ class MoE(nn.Module):
             raise ValueError(f"x: wanted shape (..., H) = (..., {hidden_size}), got {tuple(x.shape)}")
         tokens = x.reshape(-1, hidden_size)
         routed = self.router(tokens)
-        tokens = _as_autocast(tokens)  # before the permutation, which then moves half as much
+        tokens = tokens.to(
+            autocast_dtype(tokens) or tokens.dtype
+        )  # before the permutation, which then moves half as much
         permuted = permute(tokens, routed.top_k_ids, routed.top_k_probs, self.router.num_experts)
         y = unpermute(self.experts(permuted.x, permuted.counts, permuted.probs), permuted.routing)
         if self.shared_expert is not None:
             y = y + self.shared_expert(tokens, _one_range(tokens))
         return MoEOutput(y.reshape(x.shape), routed.load_balancing_loss, permuted.counts)
-
-
-def _as_autocast(x: Tensor) -> Tensor:
-    device = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return x
-    return x.to(torch.get_autocast_dtype(device))
 
 
 def _one_range(x: Tensor) -> RowRanges:

@@ -1,7 +1,7 @@
 """Which family of kernels an op call takes: one rule in one place.
 
 reference   plain torch: CPU tensors, fp64, and machines without Triton
-portable    Triton kernels: GPU tensors in bf16, fp16 and fp32
+portable    Triton kernels: GPU tensors in bf16, fp16 and fp32; Triton's interpreter runs fp16 and fp32 on a CPU
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -24,18 +25,15 @@ _forced: str | None = None
 
 def choose_family(device: torch.device, dtypes: set[torch.dtype]) -> str:
     """The family for tensors on that device, of those floating dtypes."""
-    if _forced is not None:
-        return _forced
-    if device.type != "cuda" or torch.float64 in dtypes or not has_triton():
-        return "reference"
-    return "portable"
+    wanted = _forced or ("portable" if device.type == "cuda" and has_triton() else "reference")
+    return "reference" if dtypes & beyond_portable() else wanted
 
 
 @contextlib.contextmanager
 def use_family(name: str) -> Iterator[None]:
-    """Send every op to one family, as tests and benchmarks do. It holds for all threads, the autograd engine's too.
+    """Send every op to one family, as tests and benchmarks do; dtypes that it cannot take still go to the reference.
 
-    Raises ValueError for a name that is none of FAMILIES.
+    It holds for all threads, the autograd engine's too. Raises ValueError for a name that is none of FAMILIES.
     """
     global _forced
     if name not in FAMILIES:
@@ -63,6 +61,13 @@ def by_family(name: str, reference: Callable[..., Any] | None = None) -> Callabl
 
     call.__name__ = name
     return call
+
+
+@functools.cache
+def beyond_portable() -> frozenset[torch.dtype]:
+    """What Triton's kernels cannot take: fp64; under the interpreter, whose dot is wrong there, bf16 as well."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return frozenset({torch.float64, torch.bfloat16} if interpreted else {torch.float64})
 
 
 @functools.cache

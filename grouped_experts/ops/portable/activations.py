@@ -46,16 +46,16 @@ def clamped_swiglu(gate, up):
     # A comparison with NaN is false, so that NaN passes, as it does through torch.clamp.
     gate = tl.where(gate > LIMIT, LIMIT, gate)
     up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    return gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+    return gate / (1.0 + tl.exp(gate * -ALPHA)) * (up + 1.0)
 
 
 @triton.jit
 def clamped_swiglu_gradient(ds, gate, up):
     g = tl.where(gate > LIMIT, LIMIT, gate)
     u = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * g))
+    sigmoid = 1.0 / (1.0 + tl.exp(g * -ALPHA))
     swish = g * sigmoid
-    d_gate = ds * (u + 1.0) * (sigmoid + ALPHA * swish * (1.0 - sigmoid))
+    d_gate = ds * (u + 1.0) * (sigmoid + swish * ALPHA * (1.0 - sigmoid))
     d_up = ds * swish
     return tl.where(gate <= LIMIT, d_gate, 0.0), tl.where(tl.abs(up) <= LIMIT, d_up, 0.0)
 

@@ -27,18 +27,19 @@ def scaled_activation_kernel(
         expert = tl.load(tiles_ptr + 4 * (1 + slot))
         m0 = tl.load(tiles_ptr + 4 * (1 + slot) + 1) + tl.program_id(0) % (TILE // ROWS) * ROWS
         end = tl.load(tiles_ptr + 4 * (1 + slot) + 2)
+        owned_end = tl.where(expert < 0, 0, end)
         m = m0 + tl.arange(0, ROWS)
         n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = (m < end)[:, None] & (n < I)[None, :]
-        owned = inside & (expert >= 0)
+        owned = (m < owned_end)[:, None] & (n < I)[None, :]
         at = h_ptr + m[:, None].to(tl.int64) * stride_h + n[None, :].to(tl.int64) * stride_hn
         gate = tl.load(at, mask=owned, other=0.0).to(tl.float32)
         up = gate
         if GATED:
-            up = tl.load(at + I.to(tl.int64) * stride_hn, mask=owned, other=0.0).to(tl.float32)
+            up = tl.load(at + tl.cast(I, tl.int64) * stride_hn, mask=owned, other=0.0).to(tl.float32)
         a = ACT(gate, up)
         if probs_ptr is not None:
-            a = tl.load(probs_ptr + m, mask=(m < end) & (expert >= 0), other=0.0).to(tl.float32)[:, None] * a
+            a = tl.load(probs_ptr + m, mask=m < owned_end, other=0.0).to(tl.float32)[:, None] * a
         tl.store(a_ptr + m[:, None].to(tl.int64) * I + n[None, :], a.to(a_ptr.dtype.element_ty), mask=inside)
 
 
@@ -68,21 +69,22 @@ def scaled_activation_backward_kernel(
         expert = tl.load(tiles_ptr + 4 * (1 + slot))
         m0 = tl.load(tiles_ptr + 4 * (1 + slot) + 1) + tl.program_id(0) % (TILE // ROWS) * ROWS
         end = tl.load(tiles_ptr + 4 * (1 + slot) + 2)
+        owned_end = tl.where(expert < 0, 0, end)
         m = m0 + tl.arange(0, ROWS)
         width = 2 * I if GATED else I
         p = tl.full((ROWS,), 1.0, tl.float32)
         if probs_ptr is not None:
-            p = tl.load(probs_ptr + m, mask=(m < end) & (expert >= 0), other=0.0).to(tl.float32)
+            p = tl.load(probs_ptr + m, mask=m < owned_end, other=0.0).to(tl.float32)
         total = tl.zeros((ROWS, BLOCK), tl.float32)
         for n0 in range(0, I, BLOCK):
             n = n0 + tl.arange(0, BLOCK)
             inside = (m < end)[:, None] & (n < I)[None, :]
-            owned = inside & (expert >= 0)
+            owned = (m < owned_end)[:, None] & (n < I)[None, :]
             at = h_ptr + m[:, None].to(tl.int64) * stride_h + n[None, :].to(tl.int64) * stride_hn
             gate = tl.load(at, mask=owned, other=0.0).to(tl.float32)
             up = gate
             if GATED:
-                up = tl.load(at + I.to(tl.int64) * stride_hn, mask=owned, other=0.0).to(tl.float32)
+                up = tl.load(at + tl.cast(I, tl.int64) * stride_hn, mask=owned, other=0.0).to(tl.float32)
             at_da = da_ptr + m[:, None].to(tl.int64) * stride_da + n[None, :].to(tl.int64) * stride_dan
             da = tl.load(at_da, mask=owned, other=0.0).to(tl.float32)
             s = ACT[0](gate, up)
@@ -117,13 +119,13 @@ def sum_partials_kernel(
     if slot < tl.load(tiles_ptr + 1):
         expert = tl.load(tiles_ptr + 4 * (1 + slot))
         m = tl.load(tiles_ptr + 4 * (1 + slot) + 1) + tl.arange(0, TILE)
-        inside = m < tl.load(tiles_ptr + 4 * (1 + slot) + 2)
-        owned = inside & (expert >= 0)
+        end = tl.load(tiles_ptr + 4 * (1 + slot) + 2)
+        owned = m < tl.where(expert < 0, 0, end)
         total = tl.zeros((TILE,), tl.float32)
-        at = partials_ptr + m
+        partial = partials_ptr + m
         for _ in range(0, num_columns):
-            total += tl.load(at, mask=owned, other=0.0)
-            at += num_rows
+            total += tl.load(partial, mask=owned, other=0.0)
+            partial += num_rows
         if dy_ptr is not None:
             e = tl.maximum(expert, 0).to(tl.int64)
             for n0 in range(0, H, BLOCK):
@@ -132,4 +134,4 @@ def sum_partials_kernel(
                 dy = tl.load(at, mask=owned[:, None] & (n < H)[None, :], other=0.0).to(tl.float32)
                 bias = tl.load(bias_ptr + e * H + n, mask=n < H, other=0.0).to(tl.float32)
                 total += tl.sum(tl.where(owned[:, None], dy * bias[None, :], 0.0), 1)
-        tl.store(dprobs_ptr + m, total, mask=inside)
+        tl.store(dprobs_ptr + m, total, mask=m < end)

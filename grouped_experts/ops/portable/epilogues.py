@@ -2,8 +2,8 @@
 
 Each takes the same arguments and uses what it needs: acc (and acc_up) (BLOCK_M, BLOCK_N) fp32, the tile's expert (-1:
 rows of no expert), rows m0 : end, columns n0.. of N, and pointers to contiguous tensors. y, a and h come twice, as
-descriptor and as pointer: with TMA, a tile full of rows goes through the descriptor. h is seen as (T, parts, N), so
-that a tile of the gate does not run into the up projection.
+descriptor and as pointer: with TMA, a tile full of rows goes through the descriptor. A tensor with a gate has its parts
+side by side, (T, 2 N); with TMA, N is a multiple of the tile, so that no tile of the gate runs into the up projection.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def store_product(
     if bias_ptr is not None:
         bias = load_bias(bias_ptr, expert, n, 0, N, N)
         if probs_ptr is not None:
-            scale = tl.load(probs_ptr + m, mask=(m < end) & (expert >= 0), other=0.0).to(tl.float32)
+            owned_end = tl.where(expert < 0, m0, end)
+            scale = tl.load(probs_ptr + m, mask=m < owned_end, other=0.0).to(tl.float32)
             acc += scale[:, None] * bias[None, :]
         else:
             acc += bias[None, :]
@@ -149,7 +150,7 @@ def activate_backward(
 
 @triton.jit
 def store_rows(
-    desc,  # (T, PARTS, N)
+    desc,  # (T, PARTS * N)
     ptr,
     block,
     m0,
@@ -166,7 +167,7 @@ def store_rows(
     rounded = block.to(ptr.dtype.element_ty)
     if TMA:
         if end - m0 >= BLOCK_M:
-            desc.store([m0, part, n0], rounded.reshape(BLOCK_M, 1, BLOCK_N))
+            desc.store([m0, part * N + n0], rounded)
         else:
             store_masked(ptr, rounded, m0, end, n0, N, part, PARTS, BLOCK_M, BLOCK_N)
     else:
@@ -183,7 +184,7 @@ def store_masked(ptr, block, m0, end, n0, N, part, PARTS: tl.constexpr, BLOCK_M:
 
 @triton.jit
 def load_parts(
-    desc,  # (T, PARTS, N)
+    desc,  # (T, PARTS * N)
     ptr,
     m0,
     end,
@@ -197,7 +198,7 @@ def load_parts(
 ):
     """One part of h in fp32; through TMA the rows behind `end` are another expert's."""
     if TMA:
-        return desc.load([m0, part, n0]).reshape(BLOCK_M, BLOCK_N).to(tl.float32)
+        return desc.load([m0, part * N + n0]).to(tl.float32)
     else:
         m = m0 + tl.arange(0, BLOCK_M)
         n = n0 + tl.arange(0, BLOCK_N)
@@ -209,4 +210,4 @@ def load_parts(
 def load_bias(bias_ptr, expert, n, offset, N, width):
     """Columns offset + n of an expert's bias; zero for rows of no expert."""
     at = bias_ptr + expert.to(tl.int64) * width + offset + n
-    return tl.load(at, mask=(n < N) & (expert >= 0), other=0.0).to(tl.float32)
+    return tl.load(at, mask=n < tl.where(expert < 0, 0, N), other=0.0).to(tl.float32)

@@ -22,7 +22,7 @@ def load_block(x, t0, end, n0, N, stride_t, stride_n, BLOCK_T: tl.constexpr, BLO
 def k_grouped_kernel(
     a_desc,  # (T, M) descriptor, or the pointer again
     b_desc,  # (T, N)
-    c_desc,  # (E, M, N), or None
+    c_desc,  # (E * M, N), M a multiple of BLOCK_M, or None
     a_ptr,
     b_ptr,
     c_ptr,  # (E, M, N)
@@ -42,6 +42,7 @@ def k_grouped_kernel(
     ACCUMULATE: tl.constexpr,
     TMA: tl.constexpr,
     TMA_C: tl.constexpr,
+    HALVES: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -74,11 +75,13 @@ def k_grouped_kernel(
             a = load_block(a_ptr, rest, end, m0, M, stride_at, stride_am, BLOCK_T, BLOCK_M)
             b = load_block(b_ptr, rest, end, n0, N, stride_bt, stride_bn, BLOCK_T, BLOCK_N)
             acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
-        # Half by half: with ACCUMULATE, c and the product together are more than the registers hold.
-        left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-        store_tile(c_desc, c_ptr, left, e, m0, M, n0, N, stride_ce, stride_cm, stride_cn, ACCUMULATE, TMA_C)
-        n1 = n0 + BLOCK_N // 2
-        store_tile(c_desc, c_ptr, right, e, m0, M, n1, N, stride_ce, stride_cm, stride_cn, ACCUMULATE, TMA_C)
+        if HALVES:
+            left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+            store_tile(c_desc, c_ptr, left, e, m0, M, n0, N, stride_ce, stride_cm, stride_cn, ACCUMULATE, TMA_C)
+            n1 = n0 + BLOCK_N // 2
+            store_tile(c_desc, c_ptr, right, e, m0, M, n1, N, stride_ce, stride_cm, stride_cn, ACCUMULATE, TMA_C)
+        else:
+            store_tile(c_desc, c_ptr, acc, e, m0, M, n0, N, stride_ce, stride_cm, stride_cn, ACCUMULATE, TMA_C)
 
 
 @triton.jit
@@ -106,7 +109,7 @@ def store_tile(
         acc += tl.load(at, mask=inside, other=0.0).to(tl.float32)
     rounded = acc.to(ptr.dtype.element_ty)
     if TMA:
-        desc.store([e, m0, n0], rounded.reshape(1, acc.shape[0], acc.shape[1]))
+        desc.store([e * M + m0, n0], rounded)
     else:
         tl.store(at, rounded, mask=inside)
 

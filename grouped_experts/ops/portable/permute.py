@@ -26,7 +26,7 @@ def permute_kernel(
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.maximum(slot, 0) // choices
     x = tl.load(
-        x_ptr + token.to(tl.int64) * stride_x + n.to(tl.int64) * stride_xh, mask=(n < H) & (slot >= 0), other=0.0
+        x_ptr + token.to(tl.int64) * stride_x + n.to(tl.int64) * stride_xh, mask=n < tl.where(slot < 0, 0, H), other=0.0
     )
     tl.store(y_ptr + row.to(tl.int64) * H + n, x, mask=n < H)
 
@@ -49,7 +49,7 @@ def unpermute_kernel(
     for j in range(0, choices):
         row = tl.load(slot_to_row_ptr + token.to(tl.int64) * choices + j)
         at = y_ptr + row.to(tl.int64) * stride_y + n.to(tl.int64) * stride_yh
-        total += tl.load(at, mask=(n < H) & (row >= 0), other=0.0).to(tl.float32)
+        total += tl.load(at, mask=n < tl.where(row < 0, 0, H), other=0.0).to(tl.float32)
     tl.store(x_ptr + token.to(tl.int64) * H + n, total.to(x_ptr.dtype.element_ty), mask=n < H)
 
 

@@ -56,18 +56,19 @@ def launch_m_grouped(
     act: Any = None,
     gate_and_up: bool = False,
     gated_h: bool = False,
-    halves: bool = False,
     gaps: bool = False,
 ) -> None:
     num_rows, depth = x.shape
     tma_x, tma_w = suits_tma(x), suits_tma(w)
     block_w = [1, tile.block_n, tile.block_k] if transpose_w else [1, tile.block_k, tile.block_n]
     stride_wn, stride_wk = (w.stride(1), w.stride(2)) if transpose_w else (w.stride(2), w.stride(1))
-    # Halves of a tile are stored by themselves.
-    block_y = [tile.block_m, 1, tile.block_n // 2 if halves else tile.block_n]
-    outputs = [None if out is None else out.view(num_rows, -1, columns) for out in (y, a, h)]
-    tma_out = all(out is None or suits_tma(out) for out in outputs)
-    programs = min(num_processors(x.device), (tiles.shape[0] - 1) * triton.cdiv(columns, tile.block_n))
+    block_y = [tile.block_m, tile.block_n // 2 if tile.halves else tile.block_n]  # halves are stored by themselves
+    outputs = (y, a, h)
+    tma_out = tile.tma_out and all(out is None or suits_tma(out) for out in outputs)
+    tma_out = tma_out and (columns % tile.block_n == 0 or not gated_h)
+    programs = min(
+        tile.per_processor * num_processors(x.device), (tiles.shape[0] - 1) * triton.cdiv(columns, tile.block_n)
+    )
     if programs == 0:
         return
     with on_device(x):
@@ -94,7 +95,7 @@ def launch_m_grouped(
             ACT=act,
             GATED=gate_and_up,
             GATED_H=gated_h,
-            HALVES=halves,
+            HALVES=tile.halves,
             GAPS=int(gaps),
             TRANSPOSE_W=transpose_w,
             TMA_X=tma_x,
@@ -135,7 +136,6 @@ def m_grouped_gemm(
             transpose_w,
             epilogues.store_product,
             y=y,
-            halves=tile.block_n > 128,
             bias=contiguous(bias),
             probs=contiguous(bias_scale),
             gaps=True,
@@ -200,8 +200,7 @@ def fc2_dgrad_activation(
         return dh, a, dprobs
     tiles = tile_schedule(starts, ends, num_rows, dy.dtype) if tiles is None else tiles
     tile = choose_tile("dgrad", dy.dtype, capability(dy.device), row_block(num_rows, fc2_weight.shape[0]))
-    halves = tile.block_n > 64
-    column_tiles = triton.cdiv(columns, tile.block_n) * (2 if halves else 1)
+    column_tiles = triton.cdiv(columns, tile.block_n) * (2 if tile.halves else 1)
     partials = dprobs.new_empty(column_tiles, num_rows) if need_dprobs else None
     launch_m_grouped(
         dy,
@@ -218,7 +217,6 @@ def fc2_dgrad_activation(
         partials=partials,
         act=(activations.VALUES[activation], activations.GRADIENTS[activation]),
         gated_h=gated(activation),
-        halves=halves,
     )
     if need_dprobs:
         with on_device(dy):
@@ -254,14 +252,15 @@ def launch_k_grouped(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tens
     if c.numel() == 0:
         return
     tile = choose_tile("wgrad", a.dtype, capability(a.device))
-    tma, tma_c = suits_tma(a) and suits_tma(b), suits_tma(c)
+    tma = suits_tma(a) and suits_tma(b)
+    tma_c = tile.tma_out and suits_tma(c) and c.is_contiguous() and rows % tile.block_m == 0
     tiles = num_experts * triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
-    programs = min(num_processors(a.device), tiles)
+    programs = min(tile.per_processor * num_processors(a.device), tiles)
     with on_device(a):
         k_grouped_kernel[(programs,)](
             descriptor(a, [tile.block_k, tile.block_m]) if tma else a,
             descriptor(b, [tile.block_k, tile.block_n]) if tma else b,
-            descriptor(c, [1, tile.block_m, tile.block_n // 2]) if tma_c else None,
+            descriptor(c.view(-1, columns), [tile.block_m, tile.block_n // 2 if tile.halves else tile.block_n]) if tma_c else None,
             a,
             b,
             c,
@@ -277,6 +276,7 @@ def launch_k_grouped(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tens
             ACCUMULATE=accumulate,
             TMA=tma,
             TMA_C=tma_c,
+            HALVES=tile.halves,
             PRECISION=dot_precision(a.dtype),
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,

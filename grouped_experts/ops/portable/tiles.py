@@ -18,7 +18,10 @@ class Tile:
     block_k: int
     warps: int
     stages: int
+    halves: bool = False  # the epilogue takes the columns in two halves, for want of registers or shared memory
+    per_processor: int = 1  # programs on each multiprocessor: with two, one computes while the other stores
     group_m: int = 8
+    tma_out: bool = True  # outputs through TMA, where they suit it
 
 
 def row_block(num_rows: int, num_experts: int) -> int:
@@ -33,8 +36,8 @@ HOPPER = {
     "product": {
         16: Tile(16, 128, 128, 4, 4),
         32: Tile(32, 128, 128, 4, 4),
-        64: Tile(64, 256, 64, 4, 4),
-        128: Tile(128, 256, 64, 8, 3),
+        64: Tile(64, 256, 64, 4, 4, halves=True),
+        128: Tile(128, 256, 64, 8, 3, halves=True),
     },
     "fc1": {
         16: Tile(16, 64, 128, 4, 4),
@@ -46,9 +49,9 @@ HOPPER = {
         16: Tile(16, 64, 128, 4, 4),
         32: Tile(32, 64, 128, 4, 4),
         64: Tile(64, 64, 64, 4, 4),
-        128: Tile(128, 128, 64, 8, 3),
+        128: Tile(128, 128, 64, 8, 3, halves=True),
     },
-    "wgrad": {128: Tile(128, 256, 64, 8, 3)},
+    "wgrad": {128: Tile(128, 256, 64, 8, 3, halves=True)},
 }
 
 # 99 KiB of shared memory is what sm_86, sm_89 and sm_120 have.
@@ -71,14 +74,14 @@ AMPERE = {
         64: Tile(64, 64, 32, 4, 4),
         128: Tile(128, 64, 32, 8, 4),
     },
-    "wgrad": {128: Tile(128, 128, 32, 8, 4)},
+    "wgrad": {128: Tile(128, 128, 32, 8, 4, halves=True)},
 }
 
 # True fp32 runs on the plain arithmetic units, out of registers.
 FLOAT32 = {
     kind: {block: Tile(block, 32 if kind == "fc1" else 64, 16, 4 if block < 128 else 8, 2) for block in ROW_BLOCKS}
     for kind in ("product", "fc1", "dgrad")
-} | {"wgrad": {128: Tile(64, 64, 16, 4, 2)}}
+} | {"wgrad": {128: Tile(64, 64, 16, 4, 2, halves=True)}}
 
 
 def table(dtype: torch.dtype, capability: int) -> dict[str, dict[int, Tile]]:
