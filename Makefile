@@ -35,9 +35,7 @@ test: venv
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: venv
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/mypy
+	$(BIN)/pre-commit run --all-files --show-diff-on-failure
 
 bench: venv
 	$(BIN)/python -m benchmarks.cpu $(ARGS)

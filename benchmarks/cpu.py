@@ -97,7 +97,7 @@ def host_cost(rounds: int) -> Record:
     """Forward + backward of a layer so small that hardly more than the calls themselves remains: T = 64, H = I = 8."""
     shape = {"T": 64, "H": 8, "I": 8, "E": 8}
     case = Case.random(shape, torch.float32, even=False)
-    runs = {name: case.step(name) for name in ("layer", "grouped_mm")}
+    runs: dict[str, Callable[[], object]] = {name: case.step(name) for name in ("layer", "grouped_mm")}
     ms = interleaved_ms(runs, rounds * 40, warmup=50)
     print(
         f"host cost at T = 64: {ms['layer'] * 1e3:.0f} us, {ms['layer'] / ms['grouped_mm']:.2f} times the composite's"
@@ -145,14 +145,13 @@ def saved_bytes(case: Case, name: str) -> int:
 
 def errors() -> list[dict[str, object]]:
     """Largest error of y and every gradient against fp64, over that of the composite in the same dtype."""
-    results = []
+    results: list[dict[str, object]] = []
     for shape in SHAPES:
         for dtype in (torch.float32, torch.bfloat16):
             case = Case.random(shape, dtype, even=False)
-            exact = Case(case.mlp, *(t.detach() for t in (case.x, case.probs)), case.counts, case.ends, case.dy)
             mlp = GroupedMLP(shape["H"], shape["I"], shape["E"], dtype=torch.float64)
             mlp.load_state_dict(case.mlp.state_dict())
-            x, probs = (t.detach().double().requires_grad_() for t in (exact.x, exact.probs))
+            x, probs = (t.detach().double().requires_grad_() for t in (case.x, case.probs))
             exact = Case(mlp, x, probs, case.counts, case.ends, case.dy.double())
             wanted = outcome(exact, "loop")
             error = {name: largest_errors(outcome(case, name), wanted) for name in ("layer", "grouped_mm")}
@@ -191,7 +190,7 @@ def main() -> None:
     steady_malloc()
     torch.manual_seed(0)
     records = [*time_layers(rounds), host_cost(rounds)]
-    hardware = {"cpu": cpu_name(), "threads": torch.get_num_threads()}
+    hardware: dict[str, str | int] = {"cpu": cpu_name(), "threads": torch.get_num_threads()}
     path = write("cpu.json", hardware, records, kept_memory=kept_memory(), errors=errors())
     print(f"wrote {path}")
 

@@ -38,6 +38,18 @@ def define_gradient(op: Callable[..., Any], backward: Callable[..., Any], setup_
     torch.library.register_autograd(op, backward, setup_context=setup_context, lib=_library)  # type: ignore[arg-type]
 
 
+def refuse_gradient(op: Callable[..., Any]) -> None:
+    """Let nothing differentiate `op`: its outputs carry the graph on, and a backward through them raises.
+
+    Without a formula of its own, autograd would record what the implementation does inside, or drop the gradient.
+    """
+
+    def backward(ctx: Any, *gradients: Any) -> None:
+        raise RuntimeError(f"{op}: not differentiable: no gradient goes through it")
+
+    define_gradient(op, backward, lambda ctx, inputs, output: None)
+
+
 def _outside_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     """An op computes in the dtype of its inputs: autocast decides before the op, not inside it."""
 

@@ -130,12 +130,15 @@ class RowRanges:
         device: torch.device | str | None,
         masked: bool = False,
     ) -> RowRanges:
+        if num_rows is not None and num_rows < 0:
+            raise ValueError(f"num_rows: wanted an int >= 0, got {num_rows}")
         limit = INT32_MAX if num_rows is None else min(num_rows, INT32_MAX)
         if isinstance(counts, Tensor):
             _check_integers("counts", counts)
             starts, ends = _ranges_from_tensor(counts, alignment, capacity, limit, masked)
             if device is not None:
-                starts, ends = starts.to(device, non_blocking=True), ends.to(device, non_blocking=True)
+                device = torch.device(device)
+                starts, ends = _moved(starts, device), _moved(ends, device)
             return cls(starts, ends)
         if not isinstance(counts, (list, tuple)):
             raise TypeError(f"counts: wanted a list of int or an integer tensor, got {type(counts).__name__}")
@@ -176,6 +179,11 @@ def _check_integers(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name}: wanted dtype int32 or int64, got {tensor.dtype}")
     if tensor.dim() != 1:
         raise ValueError(f"{name}: wanted one dimension, got shape {tuple(tensor.shape)}")
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Without waiting, unless the host is to read it."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def _round_up(x: Tensor, multiple: int) -> Tensor:
@@ -225,7 +233,7 @@ def _ranges_from_list_impl(
 ) -> tuple[Tensor, Tensor]:
     _check_counts(counts, alignment, capacity, limit, masked)
     starts, ends = _ranges(torch.tensor(counts, dtype=torch.int64), alignment, capacity, limit, masked)
-    return starts.to(device, non_blocking=True), ends.to(device, non_blocking=True)
+    return _moved(starts, device), _moved(ends, device)
 
 
 # Two ops, so that torch.compile neither guards on the values of counts nor reads them: a list that reaches

@@ -23,6 +23,7 @@ LAYERS = [
     ["ops"],
     ["ops.portable", "ops.hopper"],
     ["ops.reference"],
+    ["ops.host_ranges"],
     ["rows"],
     ["activations", "registration"],
 ]

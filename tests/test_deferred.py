@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import grouped_experts
 from grouped_experts import GroupedMLP
+from grouped_experts.nn.deferred import WeightGradient
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -429,3 +430,24 @@ def test_pending_work_is_not_state(device: str) -> None:
     assert list(mlp.state_dict()) == names == WEIGHTS
     mlp.load_state_dict(copy.deepcopy(mlp.state_dict()))
     assert mlp.pending_wgrads == 1
+
+
+def test_a_micro_batch_queued_during_delivery_waits_for_the_next(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another thread's backward may queue one."""
+    mlp = make(device, FP64)
+    batches = [batch(device, FP64) for _ in range(2)]
+    step(mlp, *batches[0])
+    compute = WeightGradient.compute
+
+    def compute_and_queue_more(gradient: WeightGradient) -> Tensor:
+        if not queued:
+            queued.append(True)
+            step(mlp, *batches[1])
+        return compute(gradient)
+
+    queued: list[bool] = []
+    monkeypatch.setattr(WeightGradient, "compute", compute_and_queue_more)
+    mlp.backward_dw()
+    assert mlp.pending_wgrads == 1
+    mlp.backward_dw()
+    assert_equal_sums(gradients(mlp), plain_gradients(mlp, *batches))

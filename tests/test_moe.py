@@ -402,3 +402,9 @@ def test_state_round_trip_and_repr() -> None:
     assert_equal(other(x), moe(x))
     assert "score='sigmoid'" in repr(moe)
     assert "balancing_bias=True" in repr(moe)
+
+
+def test_forward_on_the_meta_device() -> None:
+    moe = MoE(8, 6, 4, 2, device="meta")
+    y, loss, counts = moe(torch.randn(5, 8, device="meta"))
+    assert (y.shape, loss.shape, counts.shape) == ((5, 8), (), (4,))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
+
 import torch
 from torch import Tensor
 
@@ -12,3 +15,10 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if x.dtype == torch.float64 or not torch.amp.is_autocast_available(device):
         return None
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def outside_autocast(x: Tensor) -> AbstractContextManager[None]:
+    """Compute in the dtypes that are there."""
+    if not torch.amp.is_autocast_available(x.device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False)

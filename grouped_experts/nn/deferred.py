@@ -7,6 +7,7 @@ weights that are outputs of other operations see exactly what a plain backward w
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +51,8 @@ class BiasGradient:
         return k_grouped_sum_op(self.left, self.rows.starts, self.rows.ends, self.scale, self.dtype)
 
     def accumulate(self, total: Tensor) -> None:
-        total += self.compute()
+        dtype = torch.promote_types(torch.float32, self.dtype)  # rounded once, with the sum
+        total += k_grouped_sum_op(self.left, self.rows.starts, self.rows.ends, self.scale, dtype)
 
     def tensors(self) -> tuple[Tensor, ...]:
         scale = () if self.scale is None else (self.scale,)
@@ -58,16 +60,20 @@ class BiasGradient:
 
 
 class PendingGradient:
-    """One gradient of one micro-batch, and the live weight that is to receive it (None where it is returned now)."""
+    """One gradient of one micro-batch, and the live weight that waits for it; None where it is returned at once."""
 
-    __slots__ = ("gradient", "name", "versions", "weight")
+    __slots__ = ("gradient", "name", "stream", "versions", "weight")
 
     def __init__(self, name: str, weight: Tensor | None, gradient: WeightGradient | BiasGradient) -> None:
         self.name, self.weight, self.gradient = name, weight, gradient
         self.versions: tuple[int, ...] = ()
+        self.stream: torch.cuda.Stream | None = None
 
-    def note_versions(self) -> None:
+    def note_origin(self) -> None:
+        """Called where the gradient begins to wait: what it is made of, and on which stream."""
         self.versions = tuple(tensor._version for tensor in self.gradient.tensors())
+        device = self.gradient.left.device
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def check_versions(self) -> None:
         """What autograd checks of saved tensors, for tensors that wait here."""
@@ -77,36 +83,40 @@ class PendingGradient:
                 "output, or a range) was modified in place after the backward"
             )
 
+    def keep_alive_on_current_stream(self) -> None:
+        """Tell the allocator where the operands are read, if that is not the stream they come from."""
+        if self.stream is None:
+            return
+        stream = torch.cuda.current_stream(self.gradient.left.device)
+        if stream != self.stream:
+            for tensor in self.gradient.tensors():
+                tensor.record_stream(stream)
+
 
 class WgradQueue:
     """The micro-batches of one layer whose weight gradients are pending, oldest first."""
 
     def __init__(self) -> None:
         self.micro_batches: list[list[PendingGradient]] = []
-        self._streams: set[torch.cuda.Stream] = set()
+        self._lock = threading.Lock()  # autograd's threads put while another takes
 
     def put(self, gradients: list[PendingGradient]) -> None:
         """Called by the backward; a micro-batch that wants no gradient leaves nothing."""
         if gradients:
-            for pending in gradients:
-                pending.note_versions()
-            self.micro_batches.append(gradients)
-            device = gradients[0].gradient.left.device
-            if device.type == "cuda":
-                self._streams.add(torch.cuda.current_stream(device))
+            with self._lock:
+                self.micro_batches.append(gradients)
+
+    def take(self) -> list[list[PendingGradient]]:
+        with self._lock:
+            taken, self.micro_batches = self.micro_batches, []
+        return taken
+
+    def put_back(self, taken: list[list[PendingGradient]]) -> None:
+        with self._lock:
+            self.micro_batches = taken + self.micro_batches
 
     def clear(self) -> None:
-        self.micro_batches.clear()
-        self._streams.clear()
-
-    def keep_alive_on_current_stream(self) -> None:
-        """Tell the allocator where queued memory is used, if that is not the stream it came from."""
-        for pending in self.pending():
-            for tensor in pending.gradient.tensors():
-                if tensor.device.type == "cuda":
-                    stream = torch.cuda.current_stream(tensor.device)
-                    if self._streams != {stream}:
-                        tensor.record_stream(stream)
+        self.take()
 
     def pending(self) -> list[PendingGradient]:
         return [pending for micro_batch in self.micro_batches for pending in micro_batch]
@@ -124,34 +134,41 @@ class WgradQueue:
 def deliver(queues: Iterable[WgradQueue]) -> None:
     """Compute all that is pending, fc2 before fc1, one sum per live weight, and hand the sums to autograd at once.
 
-    The queues are emptied once every sum stands and before any hook runs: a failing product loses nothing, and a hook
-    may use the layers again.
+    What is pending leaves its queue first, so that other threads and hooks may queue more; if a product fails, it goes
+    back.
     """
-    queues = [queue for queue in queues if len(queue)]
-    pending = [p for queue in queues for p in queue.pending()]
-    pending.sort(key=lambda p: p.name.startswith("fc1"))  # stable
-    with torch.no_grad():
-        for queue in queues:
-            queue.keep_alive_on_current_stream()
-        weights: list[Tensor] = []
-        sums: dict[int, Tensor] = {}
-        for p in pending:
-            if p.weight is None or not p.weight.requires_grad:  # frozen since its forward
-                continue
-            p.check_versions()
-            if id(p.weight) in sums:
-                p.gradient.accumulate(sums[id(p.weight)])
-            else:
-                weights.append(p.weight)
-                sums[id(p.weight)] = p.gradient.compute()
-    for queue in queues:
-        queue.clear()
-    box = [list(sums.values())]
-    del sums, pending
+    taken = [(queue, queue.take()) for queue in queues]
+    try:
+        weights, sums = _sums([pending for _, batches in taken for batch in batches for pending in batch])
+    except BaseException:
+        for queue, batches in taken:
+            queue.put_back(batches)
+        raise
+    del taken  # the operands are done with
     if weights:
+        box = [sums]
+        del sums
         with torch.enable_grad():
             root = _Deliver.apply(box, *weights)  # type: ignore[no-untyped-call]
         torch.autograd.backward(root, torch.empty_like(root))
+
+
+@torch.no_grad()
+def _sums(pending: list[PendingGradient]) -> tuple[list[Tensor], list[Tensor]]:
+    """The live weights that still require a gradient, and the sum for each."""
+    weights: list[Tensor] = []
+    sums: dict[int, Tensor] = {}
+    for p in sorted(pending, key=lambda p: p.name.startswith("fc1")):  # stable
+        if p.weight is None or not p.weight.requires_grad:  # frozen since its forward
+            continue
+        p.check_versions()
+        p.keep_alive_on_current_stream()
+        if id(p.weight) in sums:
+            p.gradient.accumulate(sums[id(p.weight)])
+        else:
+            weights.append(p.weight)
+            sums[id(p.weight)] = p.gradient.compute()
+    return weights, list(sums.values())
 
 
 class _Deliver(torch.autograd.Function):

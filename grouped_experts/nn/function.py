@@ -83,7 +83,8 @@ class GroupedMLPFunction(torch.autograd.Function):
     x (T, H), probs (T,) or None, weights as in `Weights`, rows a RowRanges; products are computed in `dtype`.
     With a deferral the weights come detached, their gradients go to its queue, and `anchor`, an empty tensor that
     requires a gradient, keeps y in the graph even if neither x nor probs requires one.
-    Saved: x, h, probs, the ranges and the weights, each only where a wanted gradient needs it.
+    Saved: x, h, probs, the ranges (on a GPU also as tiles, a byte a row) and the weights, each only where a wanted
+    gradient needs it.
     """
 
     @staticmethod
@@ -140,6 +141,8 @@ class GroupedMLPFunction(torch.autograd.Function):
             if ctx.deferral is None:
                 d_weights = {p.name: p.gradient.compute() for p in pending}
             else:
+                for gradient in pending:
+                    gradient.note_origin()
                 ctx.deferral.found[:] = pending
                 d_anchor = torch.empty(0, device=dy.device) if ctx.needs_input_grad[6] else None
         gradients = (dx, dprobs, *(d_weights.get(name) for name in Weights._fields))

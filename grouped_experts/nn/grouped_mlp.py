@@ -24,7 +24,9 @@ class GroupedMLP(nn.Module):
     bias=True also fc1_bias (E, 2I) or (E, I), and fc2_bias (E, H).
 
     activation: "swiglu", "geglu", "clamped_swiglu" (gpt-oss) or "squared_relu" (no gate).
-    defer_wgrad: the backward computes the gradients of x and probs only and queues the rest for `backward_dw()`.
+    defer_wgrad: the backward computes the gradients of x and probs only and queues the rest for `backward_dw()`. A
+    backward that names its `inputs` queues nothing. Of DDP's options, `static_graph` and `find_unused_parameters` do
+    not go with it: the first would let ranks drift apart in silence, the second raises.
 
     Raises ValueError for a size below 1 or an unknown activation.
     """
@@ -96,7 +98,7 @@ class GroupedMLP(nn.Module):
             check_row_vector("probs", probs, x_rows.shape[0], like=x)
         self._check_weights(weights, x)
         dtype = _compute_dtype(x, weights)
-        if self.defer_wgrad:
+        if self.defer_wgrad and torch.is_grad_enabled() and any(weights.need_grad()):
             # The queue is a side effect. Not as a decorator: that loads the compiler, and Triton, at import (1 s).
             run = torch.compiler.disable(self._deferred) if torch.compiler.is_compiling() else self._deferred
             y = run(x_rows, probs, rows, weights, dtype)
@@ -109,10 +111,9 @@ class GroupedMLP(nn.Module):
     def _deferred(
         self, x: Tensor, probs: Tensor | None, rows: RowRanges, weights: Weights, dtype: torch.dtype
     ) -> Tensor:
-        wanted = torch.is_grad_enabled() and any(weights.need_grad())
         detached = (None if w is None else w.detach() for w in weights)
         deferral = Deferral(self._wgrad_queue, weights)
-        anchor = deferral.anchor(x.device) if wanted else None
+        anchor = deferral.anchor(x.device)
         return GroupedMLPFunction.apply(  # type: ignore[no-untyped-call]
             x, probs, *detached, anchor, rows, self.activation, dtype, deferral
         )
@@ -153,8 +154,9 @@ class GroupedMLP(nn.Module):
     def backward_dw(self) -> None:
         """Compute the pending weight gradients and deliver each sum through autograd's accumulation into `.grad`.
 
-        Runs on the current stream. Does nothing if nothing is pending. Where several layers share a weight, or their
-        weights share a graph, deliver for all of them at once: `grouped_experts.backward_dw(model)`.
+        Runs on the current stream, which must have been made to wait for the backward's. Does nothing if nothing is
+        pending. Where several layers share a weight, or their weights share a graph, deliver for all of them at once:
+        `grouped_experts.backward_dw(model)`.
         """
         backward_dw(self)
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from grouped_experts.nn.autocast import outside_autocast
 from grouped_experts.ops.checks import check_device, check_float, check_shape
 from grouped_experts.ops.reference import accumulation_dtype
 
@@ -111,7 +112,7 @@ class Router(nn.Module):
         check_shape("x", x, (None, self.hidden_size), "(T, H)")
         check_device("x", x, like=self.weight)
         dtype = accumulation_dtype(x.dtype)
-        with torch.autocast(x.device.type, enabled=False):
+        with outside_autocast(x):
             scores = SCORES[self.score](F.linear(x.to(dtype), self.weight.to(dtype)))
             choice = scores.detach()
             if self.balancing_bias is not None:

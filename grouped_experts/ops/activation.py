@@ -11,7 +11,7 @@ from grouped_experts.activations import Activation, get_activation
 from grouped_experts.ops import reference
 from grouped_experts.ops.checks import check_float, check_matrix, check_row_vector, check_rows, check_shape
 from grouped_experts.ops.families import by_family
-from grouped_experts.registration import define_gradient, define_op
+from grouped_experts.registration import define_gradient, define_op, refuse_gradient
 from grouped_experts.rows import RowRanges
 
 
@@ -107,3 +107,4 @@ def _backward(ctx: Any, da: Tensor) -> tuple[Tensor | None, ...]:
 
 
 define_gradient(scaled_activation_op, _backward, _save)
+refuse_gradient(scaled_activation_backward_op)

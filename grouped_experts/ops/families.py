@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 FAMILIES = ("reference", "portable")
 
@@ -33,7 +32,8 @@ def choose_family(device: torch.device, dtypes: set[torch.dtype]) -> str:
 def use_family(name: str) -> Iterator[None]:
     """Send every op to one family, as tests and benchmarks do; dtypes that it cannot take still go to the reference.
 
-    It holds for all threads, the autograd engine's too. Raises ValueError for a name that is none of FAMILIES.
+    It holds for all threads, the autograd engine's too, and must span the forward and the backward of a layer, which
+    share what one family made. Raises ValueError for a name that is none of FAMILIES.
     """
     global _forced
     if name not in FAMILIES:
@@ -45,16 +45,16 @@ def use_family(name: str) -> Iterator[None]:
         _forced = before
 
 
-def by_family(name: str, reference: Callable[..., Any] | None = None) -> Callable[..., Any]:
+def by_family(name: str, reference: Callable[..., Any] | None = None, operands: int = 1) -> Callable[..., Any]:
     """The implementation of an op that every family has under one name, with one signature.
 
+    The dtypes of its first `operands` arguments and of what it is to return choose the family; those of probs do not.
     reference: what the reference family runs, if that is not a function of its module.
     """
 
     def call(*args: Any) -> Any:
-        tensors = [a for a in args if isinstance(a, Tensor)]
-        dtypes = {t.dtype for t in tensors} | {a for a in args if isinstance(a, torch.dtype)}
-        family = choose_family(tensors[0].device, dtypes)
+        dtypes = {a.dtype for a in args[:operands]} | {a for a in args if isinstance(a, torch.dtype)}
+        family = choose_family(args[0].device, dtypes)
         if family == "reference" and reference is not None:
             return reference(*args)
         return getattr(_family(family), name)(*args)

@@ -1,6 +1,7 @@
 """The two products of the layer that are fused with the activation: fc1 forward and fc2 dgrad.
 
-They keep in registers what a chain of ops would round and write: the parts of h in the forward, da in the backward.
+What a chain of ops would write and read again stays in the kernel: the forward goes on from h as it stores it, and the
+backward from da, which is never rounded.
 Neither is differentiable: they are the two halves of `GroupedMLP`.
 """
 
@@ -14,7 +15,7 @@ from grouped_experts.ops import reference
 from grouped_experts.ops.activation import check_h
 from grouped_experts.ops.checks import check_float, check_matrix, check_row_vector, check_rows, check_shape
 from grouped_experts.ops.families import by_family
-from grouped_experts.registration import define_op
+from grouped_experts.registration import define_op, refuse_gradient
 from grouped_experts.rows import RowRanges
 
 
@@ -139,3 +140,5 @@ fc2_dgrad_activation_op = define_op(
     implementation=by_family("fc2_dgrad_activation"),
     fake=_fake_fc2_dgrad_activation,
 )
+refuse_gradient(fc1_activation_op)
+refuse_gradient(fc2_dgrad_activation_op)

@@ -15,7 +15,7 @@ from grouped_experts.ops.checks import (
     check_shape,
 )
 from grouped_experts.ops.families import by_family
-from grouped_experts.registration import define_op
+from grouped_experts.registration import define_op, refuse_gradient
 from grouped_experts.rows import RowRanges
 
 
@@ -36,6 +36,8 @@ def k_grouped_gemm(a: Tensor, b: Tensor, rows: RowRanges, *, out_dtype: torch.dt
 
 def k_grouped_gemm_accumulate(c: Tensor, a: Tensor, b: Tensor, rows: RowRanges) -> None:
     """c[e] += a[r].T @ b[r], contracted over the rows r of expert e; an expert without rows leaves c[e] as it is.
+
+    Product and sum are in fp32 (fp64 for fp64), rounded once to the dtype of c.
 
     c (E, M, N) in any floating dtype and of any strides without overlap, changed in place. a (T, M), b (T, N) in one
     dtype. Returns nothing. Not differentiable: c must not require a gradient. Raises as `k_grouped_gemm` does.
@@ -91,7 +93,7 @@ k_grouped_gemm_op = define_op(
 )
 k_grouped_gemm_accumulate_op = define_op(
     "k_grouped_gemm_accumulate(Tensor(a!) c, Tensor a, Tensor b, Tensor starts, Tensor ends) -> ()",
-    implementation=by_family("k_grouped_gemm_accumulate"),
+    implementation=by_family("k_grouped_gemm_accumulate", operands=2),
     fake=lambda c, a, b, starts, ends: None,
 )
 k_grouped_sum_op = define_op(
@@ -99,3 +101,4 @@ k_grouped_sum_op = define_op(
     implementation=by_family("k_grouped_sum"),
     fake=lambda a, starts, ends, scale, out_dtype: a.new_empty(starts.shape[0], a.shape[1], dtype=out_dtype),
 )
+refuse_gradient(k_grouped_sum_op)

@@ -45,8 +45,11 @@ def route(top_k_ids: Tensor, num_experts: int) -> Routing:
 
     top_k_ids (T, k) int32 | int64, any strides. An id equal to num_experts marks a choice that is not computed here
     ("not on this rank"): it gets no row. Ids outside 0..num_experts raise ValueError where they are on the CPU; on a
-    device, where they are not read, they count as such a mark.
+    device, where they are not read, they count as such a mark. Raises TypeError for another dtype, ValueError for
+    another dimension or num_experts < 1.
     """
+    if not isinstance(top_k_ids, Tensor):
+        raise TypeError(f"top_k_ids: wanted a tensor, got {type(top_k_ids).__name__}")
     if top_k_ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"top_k_ids: wanted dtype int32 or int64, got {top_k_ids.dtype}")
     check_shape("top_k_ids", top_k_ids, (None, None), "(T, k)")
@@ -64,12 +67,12 @@ def permute(x: Tensor, top_k_ids: Tensor, top_k_probs: Tensor, num_experts: int)
     """
     check_float("x", x)
     check_shape("x", x, (None, None), "(T, H)")
-    check_shape("top_k_ids", top_k_ids, (x.shape[0], None), "(T, k)")
-    check_device("top_k_ids", top_k_ids, like=x)
     check_float("top_k_probs", top_k_probs)
-    check_shape("top_k_probs", top_k_probs, tuple(top_k_ids.shape), "(T, k)")
     check_device("top_k_probs", top_k_probs, like=x)
     routing = route(top_k_ids, num_experts)
+    check_shape("top_k_ids", top_k_ids, (x.shape[0], None), "(T, k)")
+    check_device("top_k_ids", top_k_ids, like=x)
+    check_shape("top_k_probs", top_k_probs, tuple(top_k_ids.shape), "(T, k)")
     rows = permute_op(x, routing.slot_to_row, routing.row_to_slot)
     # The probs are one column whose tokens are the slots themselves.
     slots = routing.slot_to_row.reshape(-1, 1)
@@ -84,6 +87,8 @@ def unpermute(y: Tensor, routing: Routing) -> Tensor:
     made. Returns (T, H) in the dtype of y.
     Differentiable in y. Raises ValueError for a shape or device, TypeError for a dtype that does not fit.
     """
+    if not isinstance(routing, Routing):
+        raise TypeError(f"routing: wanted a Routing, got {type(routing).__name__}")
     check_float("y", y)
     check_shape("y", y, (routing.row_to_slot.shape[0], None), "(T * k, H)")
     check_device("y", y, like=routing.row_to_slot)

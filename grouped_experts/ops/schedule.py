@@ -11,11 +11,12 @@ from grouped_experts.rows import ranges_from_tensor, schedule_size
 
 
 def _unwritten_schedule(starts: Tensor, ends: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
-    """Room for it: the reference, which loops over the ranges themselves, does not need its content."""
-    return starts.new_empty(schedule_size(num_rows, starts.shape[0]), 4)
+    """The reference loops over the ranges themselves: on a CPU no room is made, on a GPU the size stays the same."""
+    size = 0 if starts.device.type == "cpu" else schedule_size(num_rows, starts.shape[0])
+    return starts.new_empty(size, 4)
 
 
-# Which rows each tile has, for products of `num_rows` rows in `dtype`. Its content is the kernel family's business.
+# Which rows each tile has, for products of `num_rows` rows in `dtype`, which chooses the family that it is made for.
 tile_schedule_op = define_op(
     "tile_schedule(Tensor starts, Tensor ends, SymInt num_rows, ScalarType dtype) -> Tensor",
     implementation=by_family("tile_schedule", reference=_unwritten_schedule),

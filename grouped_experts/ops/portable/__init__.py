@@ -1,6 +1,6 @@
 """Triton kernels for any GPU that Triton supports; its interpreter runs them on a CPU in tests.
 
-The functions below have the signatures of `grouped_experts.ops.reference`.
+The functions below have the signatures of the ops, as those of `grouped_experts.ops.reference` have.
 """
 
 from grouped_experts.ops.portable.permute import permute, unpermute

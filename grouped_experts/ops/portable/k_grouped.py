@@ -48,12 +48,11 @@ def k_grouped_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     GROUP_M: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr,
 ):
-    """Grid (NUM_PROGRAMS,), persistent. c[e] = a[r].T @ b[r], or c[e] += with ACCUMULATE; zero for no rows."""
+    """Grid (programs,), persistent. c[e] = a[r].T @ b[r], or c[e] += with ACCUMULATE; zero for no rows."""
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), num_experts * num_m * num_n, NUM_PROGRAMS):
+    for tile in tl.range(tl.program_id(0), num_experts * num_m * num_n, tl.num_programs(0)):
         e = tile // (num_m * num_n)
         i_m, i_n = tile_position(tile % (num_m * num_n), num_m, num_n, GROUP_M)
         m0 = i_m * BLOCK_M

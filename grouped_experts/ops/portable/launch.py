@@ -20,8 +20,8 @@ def on_device(tensor: Tensor) -> AbstractContextManager[None]:
 
 @functools.cache
 def capability(device: torch.device) -> int:
-    """80, 90, 100 ...; 0 for the interpreter."""
-    if device.type != "cuda":
+    """80, 90, 100 ...; 0 for the interpreter and for AMD's GPUs."""
+    if device.type != "cuda" or torch.version.hip is not None:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
@@ -35,7 +35,7 @@ def num_processors(device: torch.device) -> int:
 
 def suits_tma(tensor: Tensor) -> bool:
     """TMA wants compute capability 9.0, unit inner stride, 16-byte outer strides and base, and at least one element."""
-    if not capability(tensor.device) >= 90 or tensor.numel() == 0 or tensor.stride(-1) != 1:
+    if capability(tensor.device) < 90 or tensor.numel() == 0 or tensor.stride(-1) != 1:
         return False
     size = tensor.element_size()
     strides = all(s > 0 and s * size % 16 == 0 for s in tensor.stride()[:-1])
@@ -47,6 +47,6 @@ def descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """fp32 products are true fp32 unless torch's own switch says TF32."""
-    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    """fp32 products are true fp32 unless torch's own switch says TF32 (`allow_tf32` sets it as well)."""
+    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if tf32 else "ieee"

@@ -98,12 +98,11 @@ def m_grouped_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr,
 ):
-    """Grid (NUM_PROGRAMS,), persistent."""
+    """Grid (programs,), persistent."""
     num_m = tl.load(tiles_ptr + GAPS)
     num_n = tl.cdiv(N, BLOCK_N)
-    for t in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS):
+    for t in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
         i_m, i_n = tile_position(t, num_m, num_n, GROUP_M)
         tile = tiles_ptr + 4 * (1 + i_m)
         expert = tl.load(tile)

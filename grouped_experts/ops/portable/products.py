@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from grouped_experts.activations import get_activation
 from grouped_experts.ops.portable import activations, epilogues
 from grouped_experts.ops.portable.elementwise import (
     scaled_activation_backward_kernel,
@@ -30,11 +31,14 @@ from grouped_experts.ops.portable.tiles import Tile, choose_tile, row_block
 ROWS = 8  # rows of a program of the elementwise kernels
 
 
-def gated(activation: str) -> bool:
-    return activation != "squared_relu"
-
-
 def tile_schedule(starts: Tensor, ends: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
+    """On a CPU, where only the interpreter runs these kernels, empty as the reference's: products make their own."""
+    return starts.new_empty(0, 4) if starts.device.type == "cpu" else given_or_made(None, starts, ends, num_rows)
+
+
+def given_or_made(tiles: Tensor | None, starts: Tensor, ends: Tensor, num_rows: int) -> Tensor:
+    if tiles is not None and tiles.shape[0]:
+        return tiles
     return build_schedule(starts, ends, num_rows, row_block(num_rows, starts.shape[0]))
 
 
@@ -106,7 +110,6 @@ def launch_m_grouped(
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,
             GROUP_M=tile.group_m,
-            NUM_PROGRAMS=programs,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
@@ -125,7 +128,7 @@ def m_grouped_gemm(
     columns = w.shape[1 if transpose_w else 2]
     y = x.new_empty(x.shape[0], columns)
     if y.numel():
-        tiles = tile_schedule(starts, ends, x.shape[0], x.dtype) if tiles is None else tiles
+        tiles = given_or_made(tiles, starts, ends, x.shape[0])
         tile = choose_tile("product", x.dtype, capability(x.device), row_block(x.shape[0], w.shape[0]))
         launch_m_grouped(
             x,
@@ -153,12 +156,12 @@ def fc1_activation(
     activation: str,
     tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    gate = gated(activation)
+    gate = get_activation(activation).gated
     width = fc1_weight.shape[1]
     columns = width // 2 if gate else width
     h, a = x.new_empty(x.shape[0], width), x.new_empty(x.shape[0], columns)
     if h.numel():
-        tiles = tile_schedule(starts, ends, x.shape[0], x.dtype) if tiles is None else tiles
+        tiles = given_or_made(tiles, starts, ends, x.shape[0])
         kind = "fc1" if gate else "product"
         tile = choose_tile(kind, x.dtype, capability(x.device), row_block(x.shape[0], fc1_weight.shape[0]))
         launch_m_grouped(
@@ -198,7 +201,7 @@ def fc2_dgrad_activation(
     dprobs = h.new_empty(num_rows if need_dprobs else 0, dtype=torch.float32)
     if num_rows == 0:
         return dh, a, dprobs
-    tiles = tile_schedule(starts, ends, num_rows, dy.dtype) if tiles is None else tiles
+    tiles = given_or_made(tiles, starts, ends, num_rows)
     tile = choose_tile("dgrad", dy.dtype, capability(dy.device), row_block(num_rows, fc2_weight.shape[0]))
     column_tiles = triton.cdiv(columns, tile.block_n) * (2 if tile.halves else 1)
     partials = dprobs.new_empty(column_tiles, num_rows) if need_dprobs else None
@@ -216,7 +219,7 @@ def fc2_dgrad_activation(
         probs=contiguous(probs),
         partials=partials,
         act=(activations.VALUES[activation], activations.GRADIENTS[activation]),
-        gated_h=gated(activation),
+        gated_h=get_activation(activation).gated,
     )
     if need_dprobs:
         with on_device(dy):
@@ -253,6 +256,7 @@ def launch_k_grouped(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tens
         return
     tile = choose_tile("wgrad", a.dtype, capability(a.device))
     tma = suits_tma(a) and suits_tma(b)
+    block_c = [tile.block_m, tile.block_n // 2 if tile.halves else tile.block_n]
     tma_c = tile.tma_out and suits_tma(c) and c.is_contiguous() and rows % tile.block_m == 0
     tiles = num_experts * triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
     programs = min(tile.per_processor * num_processors(a.device), tiles)
@@ -260,7 +264,7 @@ def launch_k_grouped(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tens
         k_grouped_kernel[(programs,)](
             descriptor(a, [tile.block_k, tile.block_m]) if tma else a,
             descriptor(b, [tile.block_k, tile.block_n]) if tma else b,
-            descriptor(c.view(-1, columns), [tile.block_m, tile.block_n // 2 if tile.halves else tile.block_n]) if tma_c else None,
+            descriptor(c.view(-1, columns), block_c) if tma_c else None,
             a,
             b,
             c,
@@ -282,7 +286,6 @@ def launch_k_grouped(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tens
             BLOCK_N=tile.block_n,
             BLOCK_T=tile.block_k,
             GROUP_M=tile.group_m,
-            NUM_PROGRAMS=programs,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
@@ -313,7 +316,7 @@ def k_grouped_sum(a: Tensor, starts: Tensor, ends: Tensor, scale: Tensor | None,
 def scaled_activation(
     h: Tensor, probs: Tensor | None, starts: Tensor | None, ends: Tensor | None, activation: str
 ) -> Tensor:
-    gate = gated(activation)
+    gate = get_activation(activation).gated
     columns = h.shape[1] // 2 if gate else h.shape[1]
     a = h.new_empty(h.shape[0], columns)
     if a.numel():
@@ -357,7 +360,7 @@ def scaled_activation_backward(
                 *da.stride(),
                 *h.stride(),
                 ACT=(activations.VALUES[activation], activations.GRADIENTS[activation]),
-                GATED=gated(activation),
+                GATED=get_activation(activation).gated,
                 TILE=block_m,
                 ROWS=ROWS,
                 BLOCK=block,
@@ -371,7 +374,7 @@ def elementwise_schedule(starts: Tensor | None, ends: Tensor | None, h: Tensor) 
     if starts is None or ends is None:
         starts = torch.zeros(1, dtype=torch.int32, device=h.device)
         ends = torch.full((1,), h.shape[0], dtype=torch.int32, device=h.device)
-    return tile_schedule(starts, ends, h.shape[0], h.dtype), row_block(h.shape[0], starts.shape[0])
+    return given_or_made(None, starts, ends, h.shape[0]), row_block(h.shape[0], starts.shape[0])
 
 
 def contiguous(tensor: Tensor | None) -> Tensor | None:

@@ -36,22 +36,22 @@ HOPPER = {
     "product": {
         16: Tile(16, 128, 128, 4, 4),
         32: Tile(32, 128, 128, 4, 4),
-        64: Tile(64, 256, 64, 4, 4, halves=True),
-        128: Tile(128, 256, 64, 8, 3, halves=True),
+        64: Tile(64, 256, 64, 4, 4, tma_out=False),
+        128: Tile(128, 256, 64, 8, 3, tma_out=False),
     },
     "fc1": {
         16: Tile(16, 64, 128, 4, 4),
         32: Tile(32, 64, 128, 4, 4),
         64: Tile(64, 128, 64, 4, 4),
-        128: Tile(128, 128, 64, 8, 3),
+        128: Tile(128, 128, 64, 8, 3, tma_out=False),
     },
     "dgrad": {
         16: Tile(16, 64, 128, 4, 4),
         32: Tile(32, 64, 128, 4, 4),
         64: Tile(64, 64, 64, 4, 4),
-        128: Tile(128, 128, 64, 8, 3, halves=True),
+        128: Tile(128, 128, 64, 8, 4, halves=True),
     },
-    "wgrad": {128: Tile(128, 256, 64, 8, 3, halves=True)},
+    "wgrad": {128: Tile(128, 128, 32, 4, 4, halves=True, per_processor=2)},
 }
 
 # 99 KiB of shared memory is what sm_86, sm_89 and sm_120 have.
