@@ -7,7 +7,9 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+import torch
 
 
 def steady_malloc() -> None:
@@ -21,7 +23,7 @@ def steady_malloc() -> None:
     libc.mallopt(m_top_pad, 2**28)
 
 
-def interleaved_ms(runs: dict[str, Callable[[], object]], rounds: int, warmup: int = 2) -> dict[str, float]:
+def interleaved_ms(runs: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 2) -> dict[str, float]:
     """Median milliseconds of each run on the host's clock; every round runs all of them, in an order of its own.
 
     Random orders, since what runs before leaves its mark on caches and allocator.
@@ -35,4 +37,20 @@ def interleaved_ms(runs: dict[str, Callable[[], object]], rounds: int, warmup: i
             runs[name]()
             if round_ >= 0:
                 times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(ms) for name, ms in times.items()}
+
+
+def event_ms(runs: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 3) -> dict[str, float]:
+    """Median milliseconds of each run on the GPU's clock; every round runs all of them, in an order of its own."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    shuffle = random.Random(0)
+    for round_ in range(-warmup, rounds):
+        for name in shuffle.sample(list(runs), len(runs)):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            runs[name]()
+            end.record()
+            end.synchronize()
+            if round_ >= 0:
+                times[name].append(start.elapsed_time(end))
     return {name: statistics.median(ms) for name, ms in times.items()}

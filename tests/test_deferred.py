@@ -442,7 +442,8 @@ def test_a_micro_batch_queued_during_delivery_waits_for_the_next(device: str, mo
     def compute_and_queue_more(gradient: WeightGradient) -> Tensor:
         if not queued:
             queued.append(True)
-            step(mlp, *batches[1])
+            with torch.enable_grad():
+                step(mlp, *batches[1])
         return compute(gradient)
 
     queued: list[bool] = []
