@@ -66,7 +66,7 @@ def train(settings: Settings, console: Console, arguments: Sequence[str]) -> Non
     if trainer.step < settings.steps:
         resume = [a for a in arguments if a not in ("--resume", "--overwrite")] + ["--resume"]
         console.print(f"stopped after step {trainer.step}, saved in {settings.out}; to go on:")
-        console.print(f"    {shlex.join(['python', sys.argv[0], *resume])}", markup=False)
+        console.print(f"    {shlex.join([sys.executable, sys.argv[0], *resume])}", markup=False)
         return
     seconds = time.perf_counter() - started
     loss = trainer.log.validation_loss.get(trainer.step) or trainer.validation_loss()
@@ -87,6 +87,8 @@ def check_folder(settings: Settings) -> None:
     """Refuse to lose a run that nobody asked to lose."""
     if settings.out.exists() and not settings.out.is_dir():
         raise UserError(f"{settings.out}: wanted a folder, got a file")
+    if settings.out.exists() and not os.access(settings.out, os.W_OK):
+        raise UserError(f"{settings.out}: cannot be written to")
     held = [name for name in (CHECKPOINT, LOG, CURVES) if (settings.out / name).exists()]
     if held and not (settings.resume or settings.overwrite):
         raise UserError(

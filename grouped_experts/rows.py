@@ -158,6 +158,7 @@ class RowRanges:
         return self.ends - self.starts
 
     def to(self, device: torch.device | str) -> RowRanges:
+        """The same ranges, on another device."""
         return RowRanges(self.starts.to(device), self.ends.to(device))
 
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from grouped_experts.ops import portable
 from grouped_experts.ops.portable import launch, products
-
-# KiB of shared memory that a block may ask for.
-SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
 
 @dataclass(frozen=True)
@@ -86,3 +87,37 @@ def inspect_kernel(name: str, arch: int, kernel: Any) -> Compiled:
         {name: count for name, count in counts.items() if count},
         re.findall(r"\((C7\d\d\d)\)", said),
     )
+
+
+def launch_everything(rows: int, dtype: torch.dtype) -> None:
+    """Every kernel once, for a layer of E = 64 experts with T = `rows` rows, H = 256, I = 128."""
+    experts, hidden, inner = 64, 256, 128
+    x, h, a = (torch.empty(rows, n, dtype=dtype) for n in (hidden, 2 * inner, inner))
+    w1, w2 = torch.empty(experts, 2 * inner, hidden, dtype=dtype), torch.empty(experts, hidden, inner, dtype=dtype)
+    ends, probs = torch.empty(experts, dtype=torch.int32), torch.empty(rows)
+    slots = torch.empty(rows // 2, 2, dtype=torch.int32)
+    tiles = products.given_or_made(None, ends, ends, rows)
+    portable.ranges_from_tensor(ends, 1, 0, rows, False)
+    portable.m_grouped_gemm(x, w1, ends, ends, None, None, True, tiles)
+    portable.m_grouped_gemm(h, w1, ends, ends, w2[:, :, 0].contiguous(), probs, False, tiles)
+    portable.fc1_activation(x, w1, ends, ends, w1[:, :, 0], probs, "swiglu", tiles)
+    portable.fc2_dgrad_activation(x, w2, h, ends, ends, probs, w2[:, :, 0], "swiglu", True, True, tiles)
+    portable.k_grouped_gemm(x, a, ends, ends, dtype)
+    portable.k_grouped_gemm_accumulate(torch.empty(experts, hidden, inner), x, a, ends, ends)
+    portable.k_grouped_sum(x, ends, ends, probs, dtype)
+    portable.scaled_activation(h, probs, ends, ends, "swiglu")
+    portable.scaled_activation_backward(a, h, probs, ends, ends, "swiglu")
+    portable.permute(x[: rows // 2], slots, ends)
+    portable.unpermute(x, slots, ends)
+
+
+def main() -> None:
+    """Arguments: an arch, mean rows an expert, a dtype. Prints a list of the kernels as JSON."""
+    arch, mean, dtype = int(sys.argv[1]), int(sys.argv[2]), getattr(torch, sys.argv[3])
+    with pytest.MonkeyPatch.context() as patch:
+        made = compile_launches(patch, arch, lambda: launch_everything(64 * mean, dtype))
+    print(json.dumps([asdict(kernel) for kernel in made]))
+
+
+if __name__ == "__main__":
+    main()

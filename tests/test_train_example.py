@@ -227,6 +227,8 @@ ERRORS: dict[str, tuple[list[str], Callable[[Path], None], str]] = {
     ),
     "no-steps": (["--overwrite", "--steps", "0"], leave, "steps: wanted at least 1, got 0"),
     "not-a-number": (["--overwrite", "--weight-decay", "nan"], leave, "weight_decay: wanted at least 0, got nan"),
+    "endless-rate": (["--overwrite", "--learning-rate", "inf"], leave, "learning_rate: wanted a finite number above 0"),
+    "huge-seed": (["--overwrite", "--seed", str(2**63)], leave, "seed: wanted less than 2**63"),
     "heads": (["--overwrite", "--heads", "3"], leave, "hidden_size: wanted a multiple of twice the number of heads"),
     "top-k": (["--overwrite", "--top-k", "5"], leave, "top_k: wanted at most the number of experts, 4, got 5"),
     "no-gpu": (["--overwrite", "--device", "cuda"], leave, "device: wanted cuda"),

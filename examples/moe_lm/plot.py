@@ -15,7 +15,7 @@ from moe_lm.log import RunLog
 def draw_curves(log: RunLog, bigram: float, path: Path) -> None:
     """Write a PNG: training and validation loss and the bigram model's; below, the load of every expert over time."""
     figure = Figure(figsize=(9, 8), layout="constrained")  # no pyplot: it would choose a backend for the whole process
-    loss_axes, load_axes = figure.subplots(2, 1)
+    loss_axes, load_axes = figure.subplots(2, 1, sharex=True)
     _draw_losses(loss_axes, log, bigram)
     _draw_loads(figure, load_axes, log)
     with replacing(path) as temporary:
@@ -23,7 +23,9 @@ def draw_curves(log: RunLog, bigram: float, path: Path) -> None:
 
 
 def _draw_losses(axes: Axes, log: RunLog, bigram: float) -> None:
-    axes.plot(range(1, len(log.train_loss) + 1), log.train_loss, color="tab:blue", alpha=0.4, label="training")
+    marker = "o" if len(log.train_loss) < 2 else None  # one point is no line
+    steps = range(1, len(log.train_loss) + 1)
+    axes.plot(steps, log.train_loss, color="tab:blue", marker=marker, alpha=0.4, label="training")
     axes.plot(
         list(log.validation_loss), list(log.validation_loss.values()), "o-", color="tab:orange", label="validation"
     )
@@ -39,6 +41,7 @@ def _draw_loads(figure: Figure, axes: Axes, log: RunLog) -> None:
     if not loads.numel():
         return
     steps = list(log.tokens_per_expert)
+    interval = steps[1] - steps[0] if len(steps) > 1 else 1  # a column stands for the steps up to the next
     num_layers, num_experts = loads.shape[1:]
     image = axes.imshow(
         rearrange(loads, "n layer expert -> (layer expert) n").numpy(),
@@ -47,7 +50,7 @@ def _draw_loads(figure: Figure, axes: Axes, log: RunLog) -> None:
         cmap="RdBu_r",
         vmin=0,
         vmax=2,
-        extent=(steps[0], steps[-1] + 1, num_layers * num_experts, 0),
+        extent=(steps[0], steps[-1] + interval, num_layers * num_experts, 0),
     )
     for layer in range(1, num_layers):
         axes.axhline(layer * num_experts, color="black", linewidth=0.8)

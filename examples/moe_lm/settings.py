@@ -67,8 +67,10 @@ class Settings:
         for name, minimum in least.items():
             if not getattr(self, name) >= minimum:
                 raise UserError(f"{name}: wanted at least {minimum}, got {getattr(self, name)}")
-        if not self.learning_rate > 0:
-            raise UserError(f"learning_rate: wanted a number above 0, got {self.learning_rate}")
+        if not 0 < self.learning_rate < float("inf"):
+            raise UserError(f"learning_rate: wanted a finite number above 0, got {self.learning_rate}")
+        if self.seed >= 2**63:
+            raise UserError(f"seed: wanted less than 2**63, got {self.seed}")
         if self.resume and self.overwrite:
             raise UserError("--resume and --overwrite exclude each other")
         self.model.check()

@@ -28,7 +28,8 @@ class GroupedMLP(nn.Module):
     backward that names its `inputs` queues nothing. Of DDP's options, `static_graph` and `find_unused_parameters` do
     not go with it: the first would let ranks drift apart in silence, the second raises.
 
-    Raises ValueError for a size below 1 or an unknown activation.
+    A copy (deepcopy, pickle) takes no pending gradients along, and `zero_grad` does not discard them.
+    Raises ValueError for a size below 1 or an unknown activation, TypeError for a size that is no int.
     """
 
     fc1_bias: nn.Parameter | None
@@ -49,6 +50,8 @@ class GroupedMLP(nn.Module):
         super().__init__()
         sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_experts": num_experts}
         for name, size in sizes.items():
+            if type(size) is not int:
+                raise TypeError(f"{name}: wanted an int >= 1, got {size!r}")
             if size < 1:
                 raise ValueError(f"{name}: wanted an int >= 1, got {size}")
         self.hidden_size, self.intermediate_size, self.num_experts = hidden_size, intermediate_size, num_experts
@@ -78,11 +81,12 @@ class GroupedMLP(nn.Module):
         """x (T, H), its rows sorted by expert, or (E, C, H) with capacity C (masked layout) -> y, the shape of x.
 
         tokens_per_expert: rows of each expert, a list of int or an integer tensor (E,) on the CPU or on the device of
-        x; or a RowRanges of the rows of x, (E, C, H) counted as E * C rows.
+        x; or a RowRanges of the rows of x, (E, C, H) counted as E * C rows. Their sum may be below T: the rows behind
+        belong to no expert.
         probs: (T,), or (E, C), the router prob of each row in any floating dtype; ones if not given.
 
-        Under autocast, computes in and returns autocast's dtype. Outside, in the dtype of x, to which weights of a
-        wider dtype are converted; their gradients come in their own dtype.
+        Under autocast, computes in and returns autocast's dtype (but for fp64). Outside, in the dtype of x, to which
+        weights of a wider dtype are converted; their gradients come in their own dtype.
         Raises ValueError for counts, shapes or devices and TypeError for dtypes that do not fit.
         """
         weights = Weights(self.fc1_weight, self.fc2_weight, self.fc1_bias, self.fc2_bias)

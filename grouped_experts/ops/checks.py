@@ -27,7 +27,7 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...], legend
         want is None or size == want for size, want in zip(tensor.shape, shape, strict=True)
     )
     if not fits:
-        wanted = ", ".join("any" if want is None else str(want) for want in shape)
+        wanted = ", ".join("any" if want is None else str(want) for want in shape) + ("," if len(shape) == 1 else "")
         raise ValueError(f"{name}: wanted shape {legend} = ({wanted}), got {tuple(tensor.shape)}")
 
 
@@ -56,6 +56,8 @@ def check_rows(rows: RowRanges, num_experts: int | None, like: Tensor) -> None:
     if not isinstance(rows, RowRanges):
         raise TypeError(f"rows: wanted a RowRanges, got {type(rows).__name__}")
     for name, tensor in (("rows.starts", rows.starts), ("rows.ends", rows.ends)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: wanted a tensor, got {type(tensor).__name__}")
         if tensor.dtype != torch.int32:
             raise TypeError(f"{name}: wanted dtype int32, got {tensor.dtype}")
         check_shape(name, tensor, (rows.num_experts if num_experts is None else num_experts,), "(E,)")
