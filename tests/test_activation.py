@@ -337,7 +337,7 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, object], type[Exception], str]] = {
     "h-int": ({"h": torch.ones(4, 6).int()}, TypeError, "h: wanted a dtype of .*, got int32"),
     "h-1d": ({"h": torch.ones(4)}, ValueError, r"h: wanted shape \(T, 2I\) = \(any, any\), got \(4,\)"),
     "h-odd": ({"h": torch.ones(4, 5)}, ValueError, r"h: wanted an even number of columns, \[gate | up\], got 5"),
-    "probs-shape": ({"probs": torch.ones(4, 1)}, ValueError, r"probs: wanted shape \(T,\) = \(4\), got \(4, 1\)"),
+    "probs-shape": ({"probs": torch.ones(4, 1)}, ValueError, r"probs: wanted shape \(T,\) = \(4,\), got \(4, 1\)"),
     "probs-int": ({"probs": torch.ones(4).int()}, TypeError, "probs: wanted a dtype of .*, got int32"),
     "probs-device": ({"probs": torch.ones(4, device="meta")}, ValueError, "probs: wanted a tensor on cpu"),
     "rows-list": ({"rows": [1, 3]}, TypeError, "rows: wanted a RowRanges, got list"),

@@ -221,7 +221,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
     "probs-of-other-rows": (
         (x_of(8, 6), [3, 5], x_of(7)),
         ValueError,
-        r"probs: wanted shape \(T,\) = \(8\), got \(7,\)",
+        r"probs: wanted shape \(T,\) = \(8,\), got \(7,\)",
     ),
     "probs-a-column": ((x_of(8, 6), [3, 5], x_of(8, 1)), ValueError, r"probs: wanted shape \(T,\)"),
     "probs-masked-but-flat": ((x_of(2, 4, 6), [3, 4], x_of(8)), ValueError, r"probs: wanted shape \(E, C\) = \(2, 4\)"),

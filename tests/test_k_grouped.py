@@ -486,7 +486,7 @@ def test_bad_accumulators(changes: dict[str, object], error: type[Exception], me
         ({"a": torch.ones(4)}, ValueError, r"a: wanted shape \(T, N\)"),
         ({"rows": [1, 3]}, TypeError, "rows: wanted a RowRanges, got list"),
         ({"rows": RowRanges.contiguous([1, 4])}, ValueError, "rows: .* within 4 rows, got 1:5"),
-        ({"scale": torch.ones(3)}, ValueError, r"scale: wanted shape \(T,\) = \(4\), got \(3,\)"),
+        ({"scale": torch.ones(3)}, ValueError, r"scale: wanted shape \(T,\) = \(4,\), got \(3,\)"),
         ({"scale": torch.ones(4).int()}, TypeError, "scale: wanted a dtype of .*, got int32"),
         ({"scale": torch.ones(4, device="meta")}, ValueError, "scale: wanted a tensor on cpu, got one on meta"),
         ({"out_dtype": torch.int32}, TypeError, "out_dtype: wanted one of .*, got torch.int32"),

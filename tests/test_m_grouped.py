@@ -386,7 +386,7 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, object], type[Exception], str]] = {
     "w-none": ({"w": None}, TypeError, "w: wanted a tensor, got NoneType"),
     "w-device": ({"w": torch.ones(2, 5, 3, device="meta")}, ValueError, "w: wanted a tensor on cpu, got one on meta"),
     "rows-list": ({"rows": [1, 3]}, TypeError, "rows: wanted a RowRanges, got list"),
-    "rows-few": ({"rows": RowRanges.contiguous([4])}, ValueError, r"rows.starts: wanted shape \(E,\) = \(2\), got"),
+    "rows-few": ({"rows": RowRanges.contiguous([4])}, ValueError, r"rows.starts: wanted shape \(E,\) = \(2,\), got"),
     "rows-int64": (
         {"rows": RowRanges(torch.tensor([0, 1]), torch.tensor([1, 4]))},
         TypeError,
@@ -406,7 +406,7 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, object], type[Exception], str]] = {
     "bias-shape": ({"bias": torch.ones(2, 3)}, ValueError, r"bias: wanted shape \(E, N\) = \(2, 5\), got \(2, 3\)"),
     "bias-dtype": ({"bias": torch.ones(2, 5).double()}, TypeError, "bias: wanted the dtype .*, got torch.float64"),
     "scale-alone": ({"bias": None}, ValueError, "bias_scale: wanted a bias beside it, got none"),
-    "scale-shape": ({"bias_scale": torch.ones(4, 1)}, ValueError, r"bias_scale: wanted shape \(T,\) = \(4\)"),
+    "scale-shape": ({"bias_scale": torch.ones(4, 1)}, ValueError, r"bias_scale: wanted shape \(T,\) = \(4,\)"),
     "scale-dtype": ({"bias_scale": torch.ones(4).int()}, TypeError, "bias_scale: wanted a dtype of .*, got int32"),
     "scale-device": ({"bias_scale": torch.ones(4, device="meta")}, ValueError, "bias_scale: wanted a tensor on cpu"),
 }
