@@ -390,7 +390,7 @@ def test_bad_inputs_are_refused() -> None:
     with pytest.raises(ValueError, match="balancing_bias=True"):
         moe.router.update_balancing_bias(torch.ones(E), 0.1)
     router = Router(H, E, K, balancing_bias=True)
-    with pytest.raises(ValueError, match=re.escape("tokens_per_expert: wanted shape (E,) = (5), got (4,)")):
+    with pytest.raises(ValueError, match=re.escape("tokens_per_expert: wanted shape (E,) = (5,), got (4,)")):
         router.update_balancing_bias(torch.ones(4), 0.1)
 
 
