@@ -25,7 +25,7 @@ from grouped_experts.ops.portable.launch import (
     suits_tma,
 )
 from grouped_experts.ops.portable.m_grouped import m_grouped_kernel
-from grouped_experts.ops.portable.schedule import build_schedule
+from grouped_experts.ops.portable.schedule import build_schedule, max_tiles
 from grouped_experts.ops.portable.tiles import Tile, choose_tile, row_block
 
 ROWS = 8  # rows of a program of the elementwise kernels
@@ -223,7 +223,7 @@ def fc2_dgrad_activation(
     )
     if need_dprobs:
         with on_device(dy):
-            sum_partials_kernel[(tiles.shape[0] - 1,)](
+            sum_partials_kernel[(max_tiles(num_rows, starts.shape[0], tile.block_m),)](
                 partials,
                 None if fc2_bias is None else dy,
                 contiguous(fc2_bias),
@@ -320,10 +320,10 @@ def scaled_activation(
     columns = h.shape[1] // 2 if gate else h.shape[1]
     a = h.new_empty(h.shape[0], columns)
     if a.numel():
-        tiles, block_m = elementwise_schedule(starts, ends, h)
+        tiles, block_m, slots = elementwise_schedule(starts, ends, h)
         block = min(1024, triton.next_power_of_2(columns))
         with on_device(h):
-            scaled_activation_kernel[((tiles.shape[0] - 1) * (block_m // ROWS), triton.cdiv(columns, block))](
+            scaled_activation_kernel[(slots, triton.cdiv(columns, block))](
                 h,
                 contiguous(probs),
                 tiles,
@@ -345,10 +345,10 @@ def scaled_activation_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dh, a, dprobs = h.new_empty(h.shape), da.new_empty(da.shape), h.new_empty(h.shape[0], dtype=torch.float32)
     if h.shape[0]:
-        tiles, block_m = elementwise_schedule(starts, ends, h)
+        tiles, block_m, slots = elementwise_schedule(starts, ends, h)
         block = min(512, max(16, triton.next_power_of_2(da.shape[1])))
         with on_device(h):
-            scaled_activation_backward_kernel[((tiles.shape[0] - 1) * (block_m // ROWS),)](
+            scaled_activation_backward_kernel[(slots,)](
                 da,
                 h,
                 contiguous(probs),
@@ -369,12 +369,14 @@ def scaled_activation_backward(
     return dh, a, dprobs
 
 
-def elementwise_schedule(starts: Tensor | None, ends: Tensor | None, h: Tensor) -> tuple[Tensor, int]:
-    """The schedule of the ranges, or of one range of all rows."""
+def elementwise_schedule(starts: Tensor | None, ends: Tensor | None, h: Tensor) -> tuple[Tensor, int, int]:
+    """The schedule of the ranges, or of one range of all rows; rows of its tiles; programs that cover them all."""
     if starts is None or ends is None:
         starts = torch.zeros(1, dtype=torch.int32, device=h.device)
         ends = torch.full((1,), h.shape[0], dtype=torch.int32, device=h.device)
-    return given_or_made(None, starts, ends, h.shape[0]), row_block(h.shape[0], starts.shape[0])
+    block_m = row_block(h.shape[0], starts.shape[0])
+    slots = max_tiles(h.shape[0], starts.shape[0], block_m) * (block_m // ROWS)
+    return given_or_made(None, starts, ends, h.shape[0]), block_m, slots
 
 
 def contiguous(tensor: Tensor | None) -> Tensor | None:

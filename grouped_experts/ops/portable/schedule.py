@@ -16,6 +16,11 @@ from grouped_experts.ops.portable.launch import on_device
 from grouped_experts.rows import schedule_size
 
 
+def max_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
+    """Tiles that E ranges and E + 1 gaps can take: each has at most one that is not full."""
+    return num_rows // block_m + 2 * num_experts + 1
+
+
 @triton.jit
 def maximum(a, b):
     return tl.maximum(a, b)
@@ -137,7 +142,8 @@ def ranges_kernel(
 def ranges_from_tensor(
     counts: Tensor, alignment: int, capacity: int, limit: int, masked: bool
 ) -> tuple[Tensor, Tensor]:
-    starts, ends = torch.empty((2, counts.shape[0]), dtype=torch.int32, device=counts.device).unbind()
+    # Two allocations: inductor counts on outputs that are aligned to 16 bytes.
+    starts, ends = (torch.empty(counts.shape, dtype=torch.int32, device=counts.device) for _ in range(2))
     if counts.shape[0]:
         with on_device(counts):
             ranges_kernel[(1,)](
