@@ -72,14 +72,17 @@ AMPERE = {
         16: Tile(16, 64, 64, 4, 4),
         32: Tile(32, 64, 64, 4, 4),
         64: Tile(64, 64, 32, 4, 4),
-        128: Tile(128, 64, 32, 8, 4),
+        128: Tile(128, 64, 32, 8, 4, halves=True),
     },
     "wgrad": {128: Tile(128, 128, 32, 8, 4, halves=True)},
 }
 
 # True fp32 runs on the plain arithmetic units, out of registers.
 FLOAT32 = {
-    kind: {block: Tile(block, 32 if kind == "fc1" else 64, 16, 4 if block < 128 else 8, 2) for block in ROW_BLOCKS}
+    kind: {
+        block: Tile(block, 32 if kind == "fc1" else 64, 16, 4 if block < 128 else 8, 2, halves=kind == "dgrad")
+        for block in ROW_BLOCKS
+    }
     for kind in ("product", "fc1", "dgrad")
 } | {"wgrad": {128: Tile(64, 64, 16, 4, 2, halves=True)}}
 
