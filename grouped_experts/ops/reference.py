@@ -245,7 +245,7 @@ def fc2_dgrad_activation(
 
     dh and a are undefined in rows of no expert, dprobs (fp32) is zero there. What is not needed comes back empty.
     The kernels keep da in fp32. Here it is rounded once to the dtype of dy, as PyTorch's CPU products come: those of
-    bf16 and fp16 have no fp32 output, and widening the operands instead made the layer 1.1 to 1.2 times slower.
+    bf16 and fp16 have no fp32 output, and widening the operands instead costs about a tenth of the layer's time.
     """
     ranges = host_ranges(starts, ends, dy.shape[0])
     dtype = accumulation_dtype(dy.dtype)
