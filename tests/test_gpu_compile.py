@@ -33,6 +33,7 @@ def test_kernels_compile(arch: int, mean_rows: int, dtype: str) -> None:
         assert kernel["complaints"] == [], kernel
         assert kernel["shared"] <= SHARED_MEMORY[arch] * 1024, kernel
     spilling = [kernel["name"] for kernel in kernels if kernel["spills"]]
-    if spilling and spilling == ["m_grouped_kernel"] and NEWER_TRITON:
-        pytest.xfail("fc2's dgrad, whose tile was chosen with Triton 3.6, spills up to 48 bytes under newer ones")
+    known = spilling == ["m_grouped_kernel"] and max(kernel["spills"] for kernel in kernels) <= 48
+    if NEWER_TRITON and arch >= 90 and dtype == "bfloat16" and known:
+        pytest.xfail("an m-grouped kernel, its tile chosen with Triton 3.6, spills up to 48 bytes under newer ones")
     assert spilling == []
