@@ -1,6 +1,9 @@
 """The layer on a CPU: time, memory, host cost and error against the composites. Writes benchmarks/results/cpu.json.
 
 python -m benchmarks.cpu [--rounds 15]
+
+Where tensors happen to lie makes the same comparison differ by 5 % from one to the next. So each is made of several
+cases, with data and allocations of their own, whose rounds are taken together (`records.Record`).
 """
 
 from __future__ import annotations
@@ -16,13 +19,15 @@ from torch import Tensor
 
 from benchmarks.peers import grouped_mm_composite, loop_over_experts
 from benchmarks.records import Record, record, write
-from benchmarks.timing import interleaved_ms, steady_malloc
+from benchmarks.timing import Round, interleaved_ms, steady_malloc
 from grouped_experts import GroupedMLP
 
 SHAPES = (
     {"T": 4096, "H": 256, "I": 512, "E": 64},
     {"T": 2048, "H": 512, "I": 1024, "E": 8},
 )
+CASES = 5  # of each comparison
+UNEVEN = "uneven (+-30 %)"
 PEERS = {"grouped_mm": "F.grouped_mm + eager activation", "loop": "autograd loop over w[e], default malloc"}
 
 
@@ -73,42 +78,43 @@ def uneven_counts(rows: int, experts: int) -> list[int]:
     return ends.diff(prepend=ends.new_zeros(1)).tolist()
 
 
+def compare(
+    shape: dict[str, int], dtype: torch.dtype, even: bool, peer: str, rounds: int, warmup: int = 1
+) -> list[Round]:
+    """The rounds of several cases; none is freed before the last is made, so that no two lie in one place.
+
+    The layer beside one peer alone: a second one would leave its mark on caches and allocator.
+    """
+    num_cases = min(CASES, rounds)
+    cases = [Case.random(shape, dtype, even) for _ in range(num_cases)]
+    times = []
+    for case in cases:
+        times += interleaved_ms(case.step("layer"), case.step(peer), rounds // num_cases, warmup)
+    return times
+
+
 def time_layers(peer: str, rounds: int) -> list[Record]:
-    """The layer beside one peer alone: a second one would leave its mark on caches and allocator."""
     records = []
     for shape in SHAPES:
         for dtype in (torch.float32, torch.bfloat16):
             for even in (False, True):
-                case = Case.random(shape, dtype, even)
-                ms = interleaved_ms({name: case.step(name) for name in ("layer", peer)}, rounds)
+                times = compare(shape, dtype, even, peer, rounds)
                 flops = 18.0 * shape["T"] * shape["H"] * shape["I"]
-                counts, kind = "even" if even else "uneven (+-30 %)", str(dtype).removeprefix("torch.")
-                args = ("experts_layer", shape, counts, kind, "reference", ms["layer"], PEERS[peer], ms[peer], flops)
-                records.append(record(*args))
-                ratio = f"{ms[peer] / ms['layer']:5.2f}x  {PEERS[peer]}"
-                print(f"{shape}  {kind:8}  {counts:15}  {ms['layer']:7.1f} ms  {ratio}", flush=True)
+                counts, kind = "even" if even else UNEVEN, str(dtype).removeprefix("torch.")
+                made = record("experts_layer", shape, counts, kind, "reference", PEERS[peer], times, flops=flops)
+                records.append(made)
+                ratio = f"{made.ratio:5.2f}x  {made.peer}"
+                print(f"{shape}  {kind:8}  {counts:15}  {made.ms:7.1f} ms  {ratio}", flush=True)
     return records
 
 
 def host_cost(rounds: int) -> Record:
     """Forward + backward of a layer so small that hardly more than the calls themselves remains: T = 64, H = I = 8."""
     shape = {"T": 64, "H": 8, "I": 8, "E": 8}
-    case = Case.random(shape, torch.float32, even=False)
-    runs: dict[str, Callable[[], object]] = {name: case.step(name) for name in ("layer", "grouped_mm")}
-    ms = interleaved_ms(runs, rounds * 40, warmup=50)
-    print(
-        f"host cost at T = 64: {ms['layer'] * 1e3:.0f} us, {ms['layer'] / ms['grouped_mm']:.2f} times the composite's"
-    )
-    return record(
-        "host_cost",
-        shape,
-        "uneven (+-30 %)",
-        "float32",
-        "reference",
-        ms["layer"],
-        PEERS["grouped_mm"],
-        ms["grouped_mm"],
-    )
+    times = compare(shape, torch.float32, False, "grouped_mm", rounds * 40, warmup=50)
+    made = record("host_cost", shape, UNEVEN, "float32", "reference", PEERS["grouped_mm"], times)
+    print(f"host cost at T = 64: {made.ms * 1e3:.0f} us, {1 / made.ratio:.2f} times the composite's")
+    return made
 
 
 def kept_memory() -> list[dict[str, object]]:
@@ -182,10 +188,12 @@ def cpu_name() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15, help="timed rounds of each comparison (default 15)")
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="timed rounds of a comparison, in all its cases (default 15)"
+    )
     rounds = parser.parse_args().rounds
     torch.manual_seed(0)
-    records = time_layers("loop", max(3, rounds // 3))  # with the allocator as everybody has it
+    records = time_layers("loop", max(3, rounds // 5))  # with the allocator as everybody has it
     steady_malloc()
     records += [*time_layers("grouped_mm", rounds), host_cost(rounds)]
     hardware: dict[str, str | int] = {"cpu": cpu_name(), "threads": torch.get_num_threads()}

@@ -18,6 +18,20 @@ def grouped_mm_composite(x: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, ends
     return F.grouped_mm(a, fc2_weight.transpose(1, 2), offs=ends)
 
 
+def routed_composite(x: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, top_k_ids: Tensor, probs: Tensor) -> Tensor:
+    """`grouped_mm_composite` between an index_select of the tokens' rows and an index_add of what the experts made.
+
+    x (T, H), top_k_ids (T, k) int64, probs (T, k). Does not wait for the GPU: counts are found by a binary search.
+    """
+    ids, slots = top_k_ids.flatten().sort(stable=True)
+    experts = torch.arange(fc1_weight.shape[0], device=x.device)
+    ends = torch.searchsorted(ids, experts, right=True, out_int32=True)
+    tokens = slots // top_k_ids.shape[1]
+    rows, row_probs = x.index_select(0, tokens), probs.flatten().index_select(0, slots)
+    y = grouped_mm_composite(rows, fc1_weight, fc2_weight, ends, row_probs)
+    return torch.zeros_like(x).index_add(0, tokens, y)
+
+
 def loop_over_experts(x: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, counts: list[int], probs: Tensor) -> Tensor:
     """The loop that most models start from; each backward of `weight[e]` writes a gradient of full size."""
     outputs = []

@@ -5,16 +5,25 @@ from __future__ import annotations
 import datetime
 import json
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from statistics import median
+
+from benchmarks.timing import Round
 
 RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
 class Record:
-    """One comparison. ratio = peer_ms / ms: above 1, the package is faster. shape names its sizes, path what ran."""
+    """One comparison. shape names its sizes, path what ran; tflops and tbps (TB/s) are the package's own.
+
+    ms and peer_ms: medians over all rounds. ratio: the median of peer_ms / ms of the same round, which noise that lasts
+    longer than a round leaves alone; so it is near the quotient of the medians, not equal to it. Above 1, the package
+    is faster.
+    """
 
     op: str
     shape: dict[str, int]
@@ -26,6 +35,7 @@ class Record:
     peer_ms: float
     ratio: float
     tflops: float | None = None
+    tbps: float | None = None
 
 
 def record(
@@ -34,13 +44,26 @@ def record(
     counts: str,
     dtype: str,
     path: str,
-    ms: float,
     peer: str,
-    peer_ms: float,
+    rounds: Sequence[Round],
+    *,
     flops: float | None = None,
+    num_bytes: float | None = None,
 ) -> Record:
-    tflops = None if flops is None else round(flops / ms / 1e9, 3)
-    return Record(op, shape, counts, dtype, path, round(ms, 4), peer, round(peer_ms, 4), round(peer_ms / ms, 3), tflops)
+    ms = median(r.ms for r in rounds)
+    return Record(
+        op,
+        shape,
+        counts,
+        dtype,
+        path,
+        round(ms, 4),
+        peer,
+        round(median(r.peer_ms for r in rounds), 4),
+        round(median(r.peer_ms / r.ms for r in rounds), 3),
+        tflops=None if flops is None else round(flops / ms / 1e9, 3),
+        tbps=None if num_bytes is None else round(num_bytes / ms / 1e9, 3),
+    )
 
 
 def write(name: str, hardware: dict[str, str | int], records: list[Record], **more: object) -> Path:

@@ -1,15 +1,30 @@
-"""Times of several callables, interleaved in one run, so that what slows one slows all."""
+"""Times of a run and of its peer, in turns within one process, so that what slows one slows both."""
 
 from __future__ import annotations
 
 import ctypes
-import random
-import statistics
+import itertools
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+
+SLEEP_CYCLES = 5_400_000  # 3 ms at 1.8 GHz
+LONGEST_SLEEP_CYCLES = 64 * SLEEP_CYCLES
+
+
+class Round(NamedTuple):
+    """Milliseconds of ours and of its peer, one right after the other."""
+
+    ms: float
+    peer_ms: float
+
+
+Run = Callable[[], object]
+
+_ours_first = itertools.cycle((True, False))  # over all comparisons: what ran before leaves its mark on the caches
 
 
 def steady_malloc() -> None:
@@ -23,34 +38,57 @@ def steady_malloc() -> None:
     libc.mallopt(m_top_pad, 2**28)
 
 
-def interleaved_ms(runs: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 2) -> dict[str, float]:
-    """Median milliseconds of each run on the host's clock; every round runs all of them, in an order of its own.
+def interleaved_ms(ours: Run, peer: Run, rounds: int, warmup: int) -> list[Round]:
+    """Both in every round, on the host's clock."""
+    return _in_turns(_host_ms, ours, peer, rounds, warmup)
 
-    Random orders, since what runs before leaves its mark on caches and allocator.
+
+def event_ms(ours: Run, peer: Run, rounds: int, warmup: int = 3) -> list[Round]:
+    """Both in every round, on the GPU's clock, without what the host takes to launch them.
+
+    In training the host runs ahead of the GPU, so that its cost does not show in the time of a step; between two events
+    of an idle stream it would. Therefore the stream sleeps before the first event (`SLEEP_CYCLES`) while the host
+    launches the whole run. Where the host is late all the same, the sleep is doubled and the run timed again. What the
+    host itself costs is a figure of its own, from `interleaved_ms`.
+    Raises RuntimeError for a run that waits for the GPU, since no sleep is long enough for it.
     """
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
-    shuffle = random.Random(0)
-    for round_ in range(-warmup, rounds):
-        for name in shuffle.sample(names, len(names)):
-            start = time.perf_counter()
-            runs[name]()
-            if round_ >= 0:
-                times[name].append((time.perf_counter() - start) * 1e3)
-    return {name: statistics.median(ms) for name, ms in times.items()}
+    return _in_turns(_BusyStream().ms, ours, peer, rounds, warmup)
 
 
-def event_ms(runs: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 3) -> dict[str, float]:
-    """Median milliseconds of each run on the GPU's clock; every round runs all of them, in an order of its own."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    shuffle = random.Random(0)
-    for round_ in range(-warmup, rounds):
-        for name in shuffle.sample(list(runs), len(runs)):
+def _in_turns(clock: Callable[[Run], float], ours: Run, peer: Run, rounds: int, warmup: int) -> list[Round]:
+    times = []
+    for _ in range(warmup + rounds):
+        if next(_ours_first):
+            ms, peer_ms = clock(ours), clock(peer)
+        else:
+            peer_ms, ms = clock(peer), clock(ours)
+        times.append(Round(ms, peer_ms))
+    return times[warmup:]
+
+
+def _host_ms(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) * 1e3
+
+
+class _BusyStream:
+    """A clock for runs on the current stream that keeps the sleep which turned out to be long enough."""
+
+    def __init__(self) -> None:
+        self.cycles = SLEEP_CYCLES
+
+    def ms(self, run: Run) -> float:
+        while True:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(self.cycles)
             start.record()
-            runs[name]()
+            run()
             end.record()
+            host_was_late = start.query()
             end.synchronize()
-            if round_ >= 0:
-                times[name].append(start.elapsed_time(end))
-    return {name: statistics.median(ms) for name, ms in times.items()}
+            if not host_was_late:
+                return start.elapsed_time(end)
+            if self.cycles >= LONGEST_SLEEP_CYCLES:
+                raise RuntimeError(f"the stream slept {self.cycles:,} cycles and the run was not launched: it waits")
+            self.cycles *= 2

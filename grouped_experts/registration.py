@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -48,6 +50,14 @@ def refuse_gradient(op: Callable[..., Any]) -> None:
         raise RuntimeError(f"{op}: not differentiable: no gradient goes through it")
 
     define_gradient(op, backward, lambda ctx, inputs, output: None)
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """Ops called inside go straight to their implementations: for code that brings the gradient itself.
+
+    Each call would pass through Python for its own gradient formula first, to find that none is wanted: about 10 us.
+    """
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else torch._C._AutoDispatchBelowAutograd()
 
 
 def _outside_autocast(function: Callable[..., Any]) -> Callable[..., Any]:

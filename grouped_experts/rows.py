@@ -77,7 +77,7 @@ class RowRanges:
         Raises TypeError or ValueError for a tensor of another dtype or dimension; the values are the caller's promise,
         checked by the ops where they are on the host.
         """
-        _check_integers("ends", ends)
+        check_integers("ends", ends)
         if alignment < 1:
             raise ValueError(f"alignment: wanted a positive int, got {alignment}")
         ends = ends.to(torch.int64).clamp(0, INT32_MAX)
@@ -92,7 +92,7 @@ class RowRanges:
         behind them. On the CPU this is checked (ValueError); on a device it is the caller's promise, which
         `validate=True` checks there without a synchronisation (`torch._assert_async`).
         """
-        _check_integers("m_indices", m_indices)
+        check_integers("m_indices", m_indices)
         if num_experts < 0:
             raise ValueError(f"num_experts: wanted an int >= 0, got {num_experts}")
         num_rows = m_indices.shape[0]
@@ -134,7 +134,7 @@ class RowRanges:
             raise ValueError(f"num_rows: wanted an int >= 0, got {num_rows}")
         limit = INT32_MAX if num_rows is None else min(num_rows, INT32_MAX)
         if isinstance(counts, Tensor):
-            _check_integers("counts", counts)
+            check_integers("counts", counts)
             starts, ends = _ranges_from_tensor(counts, alignment, capacity, limit, masked)
             if device is not None:
                 device = torch.device(device)
@@ -173,7 +173,7 @@ def schedule_size(num_rows: int, num_experts: int) -> int:
     return 1 + num_rows // SMALLEST_TILE + 2 * num_experts + 1
 
 
-def _check_integers(name: str, tensor: Tensor) -> None:
+def check_integers(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: wanted an integer tensor, got {type(tensor).__name__}")
     if tensor.dtype not in (torch.int32, torch.int64):

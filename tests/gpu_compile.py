@@ -20,7 +20,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from grouped_experts.ops import portable
-from grouped_experts.ops.portable import launch, products
+from grouped_experts.ops.portable import k_grouped, launch, products, schedule
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ def compile_launches(patch: pytest.MonkeyPatch, arch: int, call: Callable[[], An
         made.append(inspect_kernel(self.__name__, arch, kernel))
 
     patch.setattr(JITFunction, "run", compile_only)
-    for module in (launch, products):
+    for module in (launch, products, k_grouped):
         patch.setattr(module, "capability", lambda device: arch)
+    for module in (products, k_grouped):
         patch.setattr(module, "num_processors", lambda device: 132)
     call()
     return made
@@ -96,7 +97,7 @@ def launch_everything(rows: int, dtype: torch.dtype) -> None:
     w1, w2 = torch.empty(experts, 2 * inner, hidden, dtype=dtype), torch.empty(experts, hidden, inner, dtype=dtype)
     ends, probs = torch.empty(experts, dtype=torch.int32), torch.empty(rows)
     slots = torch.empty(rows // 2, 2, dtype=torch.int32)
-    tiles = products.given_or_made(None, ends, ends, rows)
+    tiles = schedule.given_or_made(None, ends, ends, rows)
     portable.ranges_from_tensor(ends, 1, 0, rows, False)
     portable.m_grouped_gemm(x, w1, ends, ends, None, None, True, tiles)
     portable.m_grouped_gemm(h, w1, ends, ends, w2[:, :, 0].contiguous(), probs, False, tiles)

@@ -16,6 +16,7 @@ from deferral import COUNTS, batch, exact_gradients, make, plain_gradients, plai
 from inputs import LAYOUTS, Layout, poison_unowned
 from layer import WEIGHTS, Ops, assert_equal_sums, assert_right, assert_same, by_layer, gradients, rand
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import grouped_experts
 from grouped_experts import GroupedMLP
@@ -357,14 +358,14 @@ def test_delivered_memory_is_released(device: str) -> None:
     mlp = make(device)
     x, probs, dy = batch(device)
     y = mlp(x, COUNTS, probs)
-    refs = [weakref.ref(t) for t in (x, dy)]
+    memory = [StorageWeakRef(t.untyped_storage()) for t in (x, dy)]
     y.backward(dy)
     del x, probs, dy, y
     gc.collect()
-    assert any(ref() is not None for ref in refs)
+    assert not any(storage.expired() for storage in memory)
     mlp.backward_dw()
     gc.collect()
-    assert not any(ref() is not None for ref in refs)
+    assert all(storage.expired() for storage in memory)
 
 
 def test_undelivered_micro_batches_are_counted_and_cleared(device: str) -> None:
@@ -380,6 +381,40 @@ def test_undelivered_micro_batches_are_counted_and_cleared(device: str) -> None:
     assert mlp.pending_wgrads == 0
     mlp.backward_dw()
     assert all(p.grad is None for p in mlp.parameters())
+
+
+class _Upstream(torch.autograd.Function):
+    """Its context holds an object that dies with the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, box: list[Any]) -> Tensor:
+        ctx.held = box.pop()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+@pytest.mark.parametrize("upstream_of", ["x", "probs"])
+def test_what_waits_keeps_no_graph_alive(upstream_of: str, device: str) -> None:
+    class Held:
+        pass
+
+    mlp = make(device, bias=True)
+    x, probs, dy = batch(device)
+    held = Held()
+    alive = weakref.ref(held)
+    box = [held]
+    del held
+    inputs = {"x": x, "probs": probs}
+    inputs[upstream_of] = _Upstream.apply(inputs[upstream_of].requires_grad_(), box)
+    mlp(inputs["x"], COUNTS, inputs["probs"]).backward(dy)
+    del inputs
+    gc.collect()
+    assert mlp.pending_wgrads == 1
+    assert alive() is None
+    mlp.backward_dw()
 
 
 def test_discarded_micro_batches_leave_no_trace(device: str) -> None:

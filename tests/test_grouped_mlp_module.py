@@ -184,7 +184,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
         TypeError,
         "fc1_weight: wanted the dtype of x, torch.float64, or a wider one, got torch.float32",
     ),
-    "x-on-another-device": ((x_of(8, 6, device="meta"), ROWS), ValueError, "rows.starts: wanted a tensor on meta"),
+    "x-on-another-device": ((x_of(8, 6, device="meta"), ROWS), ValueError, "fc1_weight: wanted a tensor on meta"),
     "weights-on-another-device": (
         (x_of(8, 6, device="meta"), torch.empty(2, dtype=torch.int32, device="meta")),
         ValueError,

@@ -359,6 +359,7 @@ def test_ids_out_of_range_on_a_device_count_as_elsewhere() -> None:
 
 @pytest.mark.gpu
 @needs_cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_host_synchronisation() -> None:
     ids = random_ids(30, 2, 4, "cuda")
     x = randn(30, 8, dtype=torch.bfloat16, device="cuda").requires_grad_()

@@ -403,6 +403,7 @@ def test_device_counts_never_leave_the_rows(
 
 @pytest.mark.gpu
 @needs_cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_host_synchronisation() -> None:
     counts = torch.tensor([3, 0, 4], device="cuda")
     m_indices = torch.tensor([0, 0, -1, 2], device="cuda")

@@ -24,10 +24,13 @@ pytest.importorskip("tyro", reason="comes with the extra named examples")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
+import compare_runs
 import train_moe_lm
+from matplotlib.figure import Figure
 from moe_lm.checkpoint import load_checkpoint, save_checkpoint
 from moe_lm.data import bigram_loss, draw_batch, load_corpus, validation_sequences
 from moe_lm.errors import UserError
+from moe_lm.log import RunLog
 from moe_lm.settings import Settings
 from moe_lm.trainer import learning_rate
 from PIL import Image
@@ -89,6 +92,7 @@ def test_a_run_leaves_a_log_a_checkpoint_and_a_picture(whole_run: Path) -> None:
     assert [line["step"] for line in lines if "validation_loss" in line] == [2, 4, 6]
     assert all(0 < line["train_loss"] < 10 for line in lines)
     assert [sum(layer) for layer in lines[0]["tokens_per_expert"]] == [4 * 16 * 2] * 2
+    assert [line["device"] for line in lines if "device" in line] == ["CPU (fp32)"]
     with Image.open(whole_run / "curves.png") as image:
         assert image.format == "PNG"
         image.load()
@@ -179,6 +183,95 @@ def test_a_larger_learning_rate_learns_words(text: Path, tmp_path: Path, capsys:
     first, *_, last = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert first["train_loss"] > math.log(256) - 0.5
     assert last["validation_loss"] < 2.5
+
+
+# ---- several runs in one picture
+
+
+def a_log(device: str, step: int = 1, losses: int = 4) -> RunLog:
+    log = RunLog(validation_loss={2: 1.5, 4: 1.25})
+    for done in range(1, losses + 1):
+        log.add_step(4.0 / done, torch.full((2, 4), done, dtype=torch.int32), "CPU (fp32)" if done < step else device)
+    return log
+
+
+def a_run(folder: Path, log: RunLog) -> Path:
+    folder.mkdir()
+    log.write(folder / "log.jsonl")
+    return folder
+
+
+def test_a_log_is_read_as_it_was_written(tmp_path: Path) -> None:
+    log = a_log("NVIDIA H200 (bf16)", step=3)
+    assert log.device == {1: "CPU (fp32)", 3: "NVIDIA H200 (bf16)"}
+    read = RunLog.read(a_run(tmp_path / "run", log) / "log.jsonl")
+    kept = RunLog.from_tensors(log.to_tensors(), {str(step): name for step, name in log.device.items()})
+    for other in (read, kept):
+        assert (other.train_loss, other.validation_loss) == (log.train_loss, log.validation_loss)
+        assert other.device == log.device
+        torch.testing.assert_close(other.tokens_per_expert, log.tokens_per_expert, rtol=0, atol=0)
+
+
+def test_runs_are_compared_in_one_picture(
+    whole_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = []
+    savefig = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), savefig(self, *a, **k)))
+    gpu, picture = a_run(tmp_path / "gpu", a_log("NVIDIA H200 (bf16)")), tmp_path / "losses.png"
+    assert compare_runs.main([str(whole_run), str(gpu), "--output", str(picture)]) == 0
+    assert capsys.readouterr().out == f"wrote {picture}\n"
+    with Image.open(picture) as image:
+        assert image.format == "PNG"
+        image.load()
+    (axes,) = figures[0].axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "loss (nats per byte)")
+    names = [f"{d}, {c}" for d in ("CPU (fp32)", "NVIDIA H200 (bf16)") for c in ("training", "validation")]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == names
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    for number, log in enumerate((RunLog.read(whole_run / "log.jsonl"), RunLog.read(gpu / "log.jsonl"))):
+        assert list(lines[names[2 * number]].get_ydata()) == log.train_loss
+        assert list(lines[names[2 * number]].get_xdata()) == list(range(1, len(log.train_loss) + 1))
+        assert list(lines[names[2 * number + 1]].get_ydata()) == list(log.validation_loss.values())
+        assert list(lines[names[2 * number + 1]].get_xdata()) == list(log.validation_loss)
+
+
+def test_runs_are_named_after_their_devices_if_that_tells_them_apart(tmp_path: Path) -> None:
+    cpu, gpu = a_run(tmp_path / "a", a_log("CPU (fp32)")), a_run(tmp_path / "b", a_log("GPU (bf16)"))
+    both = a_run(tmp_path / "c", a_log("GPU (bf16)", step=3))
+    again, unknown = a_run(tmp_path / "d", a_log("GPU (bf16)")), a_run(tmp_path / "e", RunLog([1.0]))
+    names = compare_runs.named_logs
+    assert list(names([cpu, gpu, both])) == ["CPU (fp32)", "GPU (bf16)", "CPU (fp32), then GPU (bf16)"]
+    assert list(names([gpu, again])) == [f"{gpu} GPU (bf16)", f"{again} GPU (bf16)"]
+    assert list(names([cpu, unknown])) == [f"{cpu} CPU (fp32)", f"{unknown}"]
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        (None, "cannot be read: No such file"),
+        ("text\n", "is not the log of a run"),
+        ("[1]\n", "is not the log of a run"),
+    ],
+)
+def test_a_folder_without_a_log_is_no_run(
+    contents: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if contents is not None:
+        (tmp_path / "log.jsonl").write_text(contents)
+    assert compare_runs.main([str(tmp_path), "--output", str(tmp_path / "losses.png")]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'log.jsonl'}: {message}")
+    assert not (tmp_path / "losses.png").exists()
+
+
+def test_a_resumed_run_keeps_the_devices_of_its_steps(
+    text: Path, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(whole_run, out)
+    monkeypatch.setattr("moe_lm.trainer.device_name", lambda device: "another")
+    assert train_moe_lm.main(command(text, out, "--resume", "--steps", str(STEPS + 2))[2:]) == 0
+    assert RunLog.read(out / "log.jsonl").device == {1: "CPU (fp32)", STEPS + 1: "another"}
 
 
 # ---- what can be wrong

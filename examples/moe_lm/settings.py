@@ -21,7 +21,8 @@ class Settings:
     Without --data the text is the source code of Python's own standard library, found on this machine. The run prints
     its validation loss beside that of a bigram model (how often each byte follows each other byte), in nats per byte:
     lower is better. It leaves checkpoint.safetensors, log.jsonl and curves.png in the output folder. Ctrl-C saves a
-    checkpoint and stops; the same command with --resume goes on from there as if nothing had happened.
+    checkpoint and stops; the same command with --resume goes on from there as if nothing had happened. compare_runs.py
+    draws the losses of several runs into one picture.
     """
 
     data: Path | None = None

@@ -68,7 +68,7 @@ class Trainer:
         value = loss.item()
         if not math.isfinite(value):
             raise UserError(f"the loss is {value} in step {self.step + 1}: try a lower --learning-rate")
-        self.log.add_step(value, out.tokens_per_expert)
+        self.log.add_step(value, out.tokens_per_expert, device_name(self.device))
         return out.tokens_per_expert
 
     @torch.no_grad()
@@ -82,7 +82,7 @@ class Trainer:
     def _forward(self, sequences: Tensor) -> tuple[LanguageModelOutput, Tensor]:
         """sequences (B, C + 1) on the CPU -> what the model says, and its mean loss over the C targets."""
         sequences = sequences.to(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=uses_bf16(self.device)):
             out = self.model(sequences[:, :-1])
         return out, F.cross_entropy(out.logits.flatten(0, 1).float(), sequences[:, 1:].flatten())
 
@@ -95,7 +95,7 @@ class Trainer:
             "generator": {"state": self.generator.get_state()},
         }
         tensors = {f"{section}.{name}": t for section, part in sections.items() for name, t in part.items()}
-        facts = {"settings": self.settings.compared(), "text": self.corpus.digest}
+        facts = {"settings": self.settings.compared(), "text": self.corpus.digest, "device": self.log.device}
         save_checkpoint(folder / CHECKPOINT, tensors, facts)
         self.log.write(folder / LOG)
         draw_curves(self.log, self.bigram, folder / CURVES)
@@ -107,7 +107,7 @@ class Trainer:
         self.model.load_state_dict(checkpoint.section("model"))
         restore_optimizer(self.optimizer, checkpoint.section("optimizer"))
         self.generator.set_state(checkpoint.section("generator")["state"])
-        self.log = RunLog.from_tensors(checkpoint.section("log"))
+        self.log = RunLog.from_tensors(checkpoint.section("log"), checkpoint.facts.get("device", {}))
         if self.step > self.settings.steps:
             raise UserError(f"steps: wanted at least the {self.step} that are done, got {self.settings.steps}")
 
@@ -118,6 +118,16 @@ class Trainer:
                 raise UserError(f"{path}: its run had {name} = {theirs.get(name)}, this one has {ours[name]}")
         if checkpoint.facts["text"] != self.corpus.digest:
             raise UserError(f"{path}: its run learned from another text than {self.corpus.source}")
+
+
+def uses_bf16(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def device_name(device: torch.device) -> str:
+    """With the dtype that its products are computed in, since the losses of a run depend on both."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    return f"{name} ({'bf16' if uses_bf16(device) else 'fp32'})"
 
 
 def learning_rate(step: int, settings: Settings) -> float:

@@ -28,6 +28,7 @@ from grouped_experts.ops.activation import scaled_activation_op
 from grouped_experts.ops.fused import fc1_activation_op, fc2_dgrad_activation_op
 from grouped_experts.ops.m_grouped import m_grouped_gemm_op
 from grouped_experts.ops.schedule import tile_schedule_op
+from grouped_experts.registration import below_autograd
 from grouped_experts.rows import RowRanges
 
 
@@ -78,9 +79,10 @@ class Deferral:
 
 
 class GroupedMLPFunction(torch.autograd.Function):
-    """apply(x, probs, fc1_weight, fc2_weight, fc1_bias, fc2_bias, anchor, rows, activation, dtype, deferral) -> y.
+    """y = apply(x, probs, fc1_weight, ..., fc2_bias, anchor, rows, tiles, activation, dtype, deferral).
 
-    x (T, H), probs (T,) or None, weights as in `Weights`, rows a RowRanges; products are computed in `dtype`.
+    x (T, H), probs (T,) or None, weights as in `Weights`, rows a RowRanges, tiles their schedule or None; products are
+    computed in `dtype`.
     With a deferral the weights come detached, their gradients go to its queue, and `anchor`, an empty tensor that
     requires a gradient, keeps y in the graph even if neither x nor probs requires one.
     Saved: x, h, probs, the ranges (on a GPU also as tiles, a byte a row) and the weights, each only where a wanted
@@ -98,44 +100,21 @@ class GroupedMLPFunction(torch.autograd.Function):
         fc2_bias: Tensor | None,
         anchor: Tensor | None,
         rows: RowRanges,
+        tiles: Tensor | None,
         activation: str,
         dtype: torch.dtype,
         deferral: Deferral | None,
     ) -> Tensor:
-        need_x, need_probs = ctx.needs_input_grad[:2]
-        needs = Needs(*ctx.needs_input_grad[2:6]) if deferral is None else deferral.weights.need_grad()
-        x_in = x.to(dtype)
-        w1, w2 = fc1_weight.to(dtype), fc2_weight.to(dtype)
-        b1 = None if fc1_bias is None else fc1_bias.to(dtype)
-        b2 = None if fc2_bias is None else fc2_bias.to(dtype)
-        starts, ends = rows.starts, rows.ends
-        tiles = tile_schedule_op(starts, ends, x.shape[0], dtype)
-        h, a = fc1_activation_op(x_in, w1, starts, ends, b1, probs, activation, tiles)
-        y = m_grouped_gemm_op(a, w2, starts, ends, b2, None if b2 is None else probs, True, tiles)
-
-        need_dh = need_x or needs.fc1_weight or needs.fc1_bias
-        need_da = need_dh or need_probs
-        ctx.save_for_backward(
-            x_in if needs.fc1_weight else None,
-            h if need_da or needs.fc2_weight else None,
-            probs if need_da or needs.fc2_weight or needs.fc2_bias else None,
-            fc1_weight if need_x else None,
-            fc2_weight if need_da else None,
-            fc2_bias if need_probs else None,
-            starts,
-            ends,
-            tiles if need_da else None,
-        )
-        ctx.needs, ctx.need_dh, ctx.need_da = needs, need_dh, need_da
-        ctx.x_dtype, ctx.dtype, ctx.activation, ctx.deferral = x.dtype, dtype, activation, deferral
-        ctx.weight_dtypes = tuple(None if w is None else w.dtype for w in (fc1_weight, fc2_weight, fc1_bias, fc2_bias))
-        return y
+        weights = Weights(fc1_weight, fc2_weight, fc1_bias, fc2_bias)
+        with below_autograd():
+            return _forward(ctx, x, probs, weights, rows, tiles, activation, dtype, deferral)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         create_graph = torch.is_grad_enabled()
-        with torch.no_grad():
-            dx, dprobs, pending = _backward(ctx, dy)
+        saved = ctx.saved_tensors  # which may run a forward again, under activation checkpointing
+        with torch.no_grad(), below_autograd():
+            dx, dprobs, pending = _backward(ctx, dy, *saved)
             d_weights: dict[str, Tensor] = {}
             d_anchor = None
             if ctx.deferral is None:
@@ -148,12 +127,69 @@ class GroupedMLPFunction(torch.autograd.Function):
         gradients = (dx, dprobs, *(d_weights.get(name) for name in Weights._fields))
         if create_graph:
             gradients = _refuse_double_backward(gradients)
-        return *gradients, d_anchor, None, None, None, None
+        return *gradients, d_anchor, None, None, None, None, None
 
 
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, list[PendingGradient]]:
-    """dx, dprobs, and the wanted weight gradients as work to be done, fc2 before fc1."""
-    x, h, probs, fc1_weight, fc2_weight, fc2_bias, starts, ends, tiles = ctx.saved_tensors
+def _forward(
+    ctx: Any,
+    x: Tensor,
+    probs: Tensor | None,
+    weights: Weights,
+    rows: RowRanges,
+    tiles: Tensor | None,
+    activation: str,
+    dtype: torch.dtype,
+    deferral: Deferral | None,
+) -> Tensor:
+    """y, with what the wanted gradients need saved in ctx."""
+    need_x, need_probs = ctx.needs_input_grad[:2]
+    needs = Needs(*ctx.needs_input_grad[2:6]) if deferral is None else deferral.weights.need_grad()
+    x_in = x.to(dtype)
+    fc1_weight, fc2_weight, fc1_bias, fc2_bias = weights
+    w1, w2 = fc1_weight.to(dtype), fc2_weight.to(dtype)
+    b1 = None if fc1_bias is None else fc1_bias.to(dtype)
+    b2 = None if fc2_bias is None else fc2_bias.to(dtype)
+    starts, ends = rows.starts, rows.ends
+    tiles = tile_schedule_op(starts, ends, x.shape[0], dtype) if tiles is None else tiles
+    h, a = fc1_activation_op(x_in, w1, starts, ends, b1, probs, activation, tiles)
+    y = m_grouped_gemm_op(a, w2, starts, ends, b2, None if b2 is None else probs, True, tiles)
+
+    need_dh = need_x or needs.fc1_weight or needs.fc1_bias
+    need_da = need_dh or need_probs
+    ctx.save_for_backward(
+        x_in if needs.fc1_weight else None,
+        h if need_da or needs.fc2_weight else None,
+        probs if need_da or needs.fc2_weight or needs.fc2_bias else None,
+        fc1_weight if need_x else None,
+        fc2_weight if need_da else None,
+        fc2_bias if need_probs else None,
+        starts,
+        ends,
+        tiles if need_da else None,
+    )
+    ctx.needs, ctx.need_dh, ctx.need_da = needs, need_dh, need_da
+    ctx.x_dtype, ctx.dtype, ctx.activation, ctx.deferral = x.dtype, dtype, activation, deferral
+    ctx.weight_dtypes = tuple(None if w is None else w.dtype for w in weights)
+    return y
+
+
+def _backward(
+    ctx: Any,
+    dy: Tensor,
+    x: Any,
+    h: Tensor,
+    probs: Tensor | None,
+    fc1_weight: Tensor,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    starts: Tensor,
+    ends: Tensor,
+    tiles: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, list[PendingGradient]]:
+    """dx, dprobs, and the wanted weight gradients as work to be done, fc2 before fc1.
+
+    What was saved, after dy, is None where no gradient that is wanted needs it.
+    """
     needs, dtype, rows = ctx.needs, ctx.dtype, RowRanges(starts, ends)
     need_x, need_probs = ctx.needs_input_grad[:2]
     dh: Any = None  # stays None where nothing below wants it, as a does
@@ -164,13 +200,15 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, list[
         dh, a, dprobs = fc2_dgrad_activation_op(
             dy, fc2_weight.to(dtype), h, starts, ends, probs, b2, ctx.activation, needs.fc2_weight, need_probs, tiles
         )
-        dprobs = dprobs.to(probs.dtype) if need_probs else None
+        dprobs = dprobs.to(probs.dtype) if probs is not None and need_probs else None
     elif needs.fc2_weight:
         a = scaled_activation_op(h, probs, starts, ends, ctx.activation)
     if need_x:
         dx = m_grouped_gemm_op(dh, fc1_weight.to(dtype), starts, ends, None, None, False, tiles).to(ctx.x_dtype)
 
     live = Weights(None, None) if ctx.deferral is None else ctx.deferral.weights  # type: ignore[arg-type]
+    detached: Any = (None if t is None else t.detach() for t in (dy, x, probs))
+    dy, x, probs = detached  # what waits keeps no graph alive
     fc1_dtype, fc2_dtype, fc1_bias_dtype, fc2_bias_dtype = ctx.weight_dtypes
     pending = []
     if needs.fc2_weight:

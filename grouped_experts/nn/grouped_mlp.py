@@ -13,6 +13,7 @@ from grouped_experts.nn.autocast import autocast_dtype
 from grouped_experts.nn.deferred import WgradQueue, deliver
 from grouped_experts.nn.function import Deferral, GroupedMLPFunction, Weights
 from grouped_experts.ops.checks import check_device, check_float, check_row_vector, check_rows, check_shape
+from grouped_experts.ops.schedule import scheduled_ranges
 from grouped_experts.rows import Counts, RowRanges
 
 
@@ -94,7 +95,6 @@ class GroupedMLP(nn.Module):
         masked = x.dim() == 3
         check_shape("x", x, self._shape_of_x(masked), "(E, C, H)" if masked else "(T, H)")
         x_rows = x.reshape(-1, x.shape[-1])
-        rows = self._row_ranges(x, tokens_per_expert, x_rows.shape[0])
         if probs is not None:
             check_float("probs", probs)
             check_shape("probs", probs, tuple(x.shape[:-1]), "(E, C)" if masked else "(T,)")
@@ -102,24 +102,31 @@ class GroupedMLP(nn.Module):
             check_row_vector("probs", probs, x_rows.shape[0], like=x)
         self._check_weights(weights, x)
         dtype = _compute_dtype(x, weights)
+        rows, tiles = self._row_ranges(x, tokens_per_expert, x_rows.shape[0], dtype)
         if self.defer_wgrad and torch.is_grad_enabled() and any(weights.need_grad()):
             # The queue is a side effect. Not as a decorator: that loads the compiler, and Triton, at import (1 s).
             run = torch.compiler.disable(self._deferred) if torch.compiler.is_compiling() else self._deferred
-            y = run(x_rows, probs, rows, weights, dtype)
+            y = run(x_rows, probs, rows, tiles, weights, dtype)
         else:
             y = GroupedMLPFunction.apply(  # type: ignore[no-untyped-call]
-                x_rows, probs, *weights, None, rows, self.activation, dtype, None
+                x_rows, probs, *weights, None, rows, tiles, self.activation, dtype, None
             )
         return y.view(x.shape) if masked else y  # no view where none is needed: y may be changed in place
 
     def _deferred(
-        self, x: Tensor, probs: Tensor | None, rows: RowRanges, weights: Weights, dtype: torch.dtype
+        self,
+        x: Tensor,
+        probs: Tensor | None,
+        rows: RowRanges,
+        tiles: Tensor | None,
+        weights: Weights,
+        dtype: torch.dtype,
     ) -> Tensor:
         detached = (None if w is None else w.detach() for w in weights)
         deferral = Deferral(self._wgrad_queue, weights)
         anchor = deferral.anchor(x.device)
         return GroupedMLPFunction.apply(  # type: ignore[no-untyped-call]
-            x, probs, *detached, anchor, rows, self.activation, dtype, deferral
+            x, probs, *detached, anchor, rows, tiles, self.activation, dtype, deferral
         )
 
     def _check_weights(self, weights: Weights, x: Tensor) -> None:
@@ -138,17 +145,22 @@ class GroupedMLP(nn.Module):
     def _shape_of_x(self, masked: bool) -> tuple[int | None, ...]:
         return (self.num_experts, None, self.hidden_size) if masked else (None, self.hidden_size)
 
-    def _row_ranges(self, x: Tensor, counts: Counts | RowRanges, num_rows: int) -> RowRanges:
+    def _row_ranges(
+        self, x: Tensor, counts: Counts | RowRanges, num_rows: int, dtype: torch.dtype
+    ) -> tuple[RowRanges, Tensor | None]:
+        """The ranges, and their tiles where these come from the same kernel."""
         if isinstance(counts, RowRanges):
             check_rows(counts, self.num_experts, like=x)
-            return counts
+            return counts, None
         given = counts.shape[0] if isinstance(counts, Tensor) and counts.dim() == 1 else None
         given = len(counts) if isinstance(counts, (list, tuple)) else given
         if given is not None and given != self.num_experts:
             raise ValueError(f"tokens_per_expert: wanted {self.num_experts} counts, one an expert, got {given}")
+        if isinstance(counts, Tensor) and counts.device == x.device and counts.device.type != "cpu":
+            return scheduled_ranges(counts, num_rows, x.shape[1] if x.dim() == 3 else None, dtype)
         if x.dim() == 3:
-            return RowRanges.masked(counts, x.shape[1], device=x.device)
-        return RowRanges.contiguous(counts, num_rows=num_rows, device=x.device)
+            return RowRanges.masked(counts, x.shape[1], device=x.device), None
+        return RowRanges.contiguous(counts, num_rows=num_rows, device=x.device), None
 
     @property
     def pending_wgrads(self) -> int:

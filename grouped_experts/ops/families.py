@@ -11,8 +11,7 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,10 +21,15 @@ FAMILIES = ("reference", "portable")
 _forced: str | None = None
 
 
-def choose_family(device: torch.device, dtypes: set[torch.dtype]) -> str:
+def choose_family(device: torch.device, dtypes: Iterable[torch.dtype]) -> str:
     """The family for tensors on that device, of those floating dtypes."""
-    wanted = _forced or ("portable" if device.type == "cuda" and has_triton() else "reference")
-    return "reference" if dtypes & beyond_portable() else wanted
+    return _choice(_forced, device.type, tuple(dtypes))
+
+
+@functools.cache
+def _choice(forced: str | None, device_type: str, dtypes: tuple[torch.dtype, ...]) -> str:
+    wanted = forced or ("portable" if device_type == "cuda" and has_triton() else "reference")
+    return "reference" if beyond_portable().intersection(dtypes) else wanted
 
 
 @contextlib.contextmanager
@@ -53,11 +57,11 @@ def by_family(name: str, reference: Callable[..., Any] | None = None, operands: 
     """
 
     def call(*args: Any) -> Any:
-        dtypes = {a.dtype for a in args[:operands]} | {a for a in args if isinstance(a, torch.dtype)}
+        dtypes = [a.dtype for a in args[:operands]] + [a for a in args if type(a) is torch.dtype]
         family = choose_family(args[0].device, dtypes)
         if family == "reference" and reference is not None:
             return reference(*args)
-        return getattr(_family(family), name)(*args)
+        return _implementation(family, name)(*args)
 
     call.__name__ = name
     return call
@@ -76,6 +80,7 @@ def has_triton() -> bool:
 
 
 @functools.cache
-def _family(name: str) -> ModuleType:
+def _implementation(family: str, name: str) -> Callable[..., Any]:
     """Imported when first needed: the package itself does without Triton."""
-    return importlib.import_module(f"grouped_experts.ops.{name}")
+    implementation: Callable[..., Any] = getattr(importlib.import_module(f"grouped_experts.ops.{family}"), name)
+    return implementation

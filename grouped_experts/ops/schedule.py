@@ -7,7 +7,7 @@ from torch import Tensor
 
 from grouped_experts.ops.families import by_family
 from grouped_experts.registration import define_op, implement_op
-from grouped_experts.rows import ranges_from_tensor, schedule_size
+from grouped_experts.rows import RowRanges, check_integers, ranges_from_tensor, schedule_size
 
 
 def _unwritten_schedule(starts: Tensor, ends: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
@@ -22,6 +22,41 @@ tile_schedule_op = define_op(
     implementation=by_family("tile_schedule", reference=_unwritten_schedule),
     fake=_unwritten_schedule,
 )
+
+
+def _unscheduled_ranges(
+    counts: Tensor, capacity: int, num_rows: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    starts, ends = ranges_from_tensor(counts, 1, capacity, num_rows, capacity > 0)
+    return starts, ends, _unwritten_schedule(starts, ends, num_rows, dtype)
+
+
+def _fake_scheduled_ranges(
+    counts: Tensor, capacity: int, num_rows: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    starts, ends = (counts.new_empty(counts.shape, dtype=torch.int32) for _ in range(2))
+    return starts, ends, _unwritten_schedule(starts, ends, num_rows, dtype)
+
+
+# The ranges of counts, contiguous (capacity 0) or masked, and their tiles: what a layer starts with, in one kernel.
+scheduled_ranges_op = define_op(
+    "scheduled_ranges(Tensor counts, SymInt capacity, SymInt num_rows, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    implementation=by_family("scheduled_ranges", reference=_unscheduled_ranges, operands=0),
+    fake=_fake_scheduled_ranges,
+)
+
+
+def scheduled_ranges(
+    counts: Tensor, num_rows: int, capacity: int | None, dtype: torch.dtype
+) -> tuple[RowRanges, Tensor]:
+    """`RowRanges.contiguous`, or `RowRanges.masked` with a capacity, of counts on a device, and the tiles of its rows.
+
+    Raises TypeError or ValueError for counts of another dtype or dimension.
+    """
+    check_integers("counts", counts)
+    starts, ends, tiles = scheduled_ranges_op(counts, capacity or 0, num_rows, dtype)
+    return RowRanges(starts, ends), tiles
+
 
 # Device counts become ranges in one kernel instead of a dozen.
 implement_op("ranges_from_tensor", by_family("ranges_from_tensor", reference=ranges_from_tensor), "CUDA")

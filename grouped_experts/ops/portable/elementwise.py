@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from grouped_experts.activations import get_activation
+from grouped_experts.ops.portable import activations
+from grouped_experts.ops.portable.launch import cdiv, contiguous, even_block, kernel
+from grouped_experts.ops.portable.schedule import given_or_made, max_tiles
+from grouped_experts.ops.portable.tiles import row_block
 
 
 @triton.jit
@@ -135,3 +143,59 @@ def sum_partials_kernel(
                 bias = tl.load(bias_ptr + e * H + n, mask=n < H, other=0.0).to(tl.float32)
                 total += tl.sum(tl.where(owned[:, None], dy * bias[None, :], 0.0), 1)
         tl.store(dprobs_ptr + m, total, mask=m < end)
+
+
+def scaled_activation(
+    h: Tensor, probs: Tensor | None, starts: Tensor | None, ends: Tensor | None, activation: str
+) -> Tensor:
+    gate = get_activation(activation).gated
+    columns = h.shape[1] // 2 if gate else h.shape[1]
+    a = h.new_empty(h.shape[0], columns)
+    if a.numel():
+        block = even_block(columns, 1024)
+        rows = max(8, 8192 // block)
+        tiles, block_m, rows, slots = elementwise_schedule(starts, ends, h, rows)
+        kernel(
+            scaled_activation_kernel,
+            ACT=activations.VALUES[activation],
+            GATED=gate,
+            TILE=block_m,
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=8,
+        ).launch((slots, cdiv(columns, block)), h.device, h, contiguous(probs), tiles, a, columns, *h.stride())
+    return a
+
+
+def scaled_activation_backward(
+    da: Tensor, h: Tensor, probs: Tensor | None, starts: Tensor | None, ends: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    dh, a, dprobs = h.new_empty(h.shape), da.new_empty(da.shape), h.new_empty(h.shape[0], dtype=torch.float32)
+    if h.shape[0]:
+        block, warps = even_block(da.shape[1], 512), 8
+        tiles, block_m, rows, slots = elementwise_schedule(starts, ends, h, 8)
+        kernel(
+            scaled_activation_backward_kernel,
+            ACT=(activations.VALUES[activation], activations.GRADIENTS[activation]),
+            GATED=get_activation(activation).gated,
+            TILE=block_m,
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=warps,
+        ).launch(
+            (slots,), h.device, da, h, contiguous(probs), tiles, dh, a, dprobs, da.shape[1], *da.stride(), *h.stride()
+        )
+    return dh, a, dprobs
+
+
+def elementwise_schedule(
+    starts: Tensor | None, ends: Tensor | None, h: Tensor, rows: int
+) -> tuple[Tensor, int, int, int]:
+    """The schedule of the ranges, or of one range of all rows; rows of its tiles, and of a program; programs."""
+    if starts is None or ends is None:
+        starts = torch.zeros(1, dtype=torch.int32, device=h.device)
+        ends = torch.full((1,), h.shape[0], dtype=torch.int32, device=h.device)
+    block_m = row_block(h.shape[0], starts.shape[0])
+    rows = min(rows, block_m)
+    slots = max_tiles(h.shape[0], starts.shape[0], block_m) * (block_m // rows)
+    return given_or_made(None, starts, ends, h.shape[0]), block_m, rows, slots

@@ -16,6 +16,7 @@ import triton.language as tl
 def store_product(
     acc,
     acc_up,
+    ahead,
     expert,
     m0,
     end,
@@ -56,6 +57,7 @@ def store_product(
 def activate(
     acc,
     acc_up,
+    ahead,
     expert,
     m0,
     end,
@@ -102,6 +104,7 @@ def activate(
 def activate_backward(
     acc,  # da
     acc_up,
+    ahead,  # gate and up of h
     expert,
     m0,
     end,
@@ -128,10 +131,8 @@ def activate_backward(
     m = m0 + tl.arange(0, BLOCK_M)
     n = n0 + tl.arange(0, BLOCK_N)
     PARTS: tl.constexpr = 2 if GATED_H else 1
-    gate = load_parts(h, h_ptr, m0, end, n0, N, 0, PARTS, TMA, BLOCK_M, BLOCK_N)
-    up = gate
-    if GATED_H:
-        up = load_parts(h, h_ptr, m0, end, n0, N, 1, PARTS, TMA, BLOCK_M, BLOCK_N)
+    gate = ahead[0].to(tl.float32)
+    up = ahead[1].to(tl.float32)
     p = tl.full((BLOCK_M,), 1.0, tl.float32)
     if probs_ptr is not None:
         p = tl.load(probs_ptr + m, mask=m < end, other=0.0).to(tl.float32)
@@ -146,6 +147,19 @@ def activate_backward(
     store_rows(y, y_ptr, d_gate, m0, end, n0, N, 0, PARTS, TMA, BLOCK_M, BLOCK_N)
     if GATED_H:
         store_rows(y, y_ptr, d_up, m0, end, n0, N, 1, PARTS, TMA, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def load_h(
+    h, h_ptr, m0, end, n0, N, GATED_H: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Gate and up of a tile of h, as they are stored; without a gate the same block twice."""
+    PARTS: tl.constexpr = 2 if GATED_H else 1
+    gate = load_part(h, h_ptr, m0, end, n0, N, 0, PARTS, TMA, BLOCK_M, BLOCK_N)
+    up = gate
+    if GATED_H:
+        up = load_part(h, h_ptr, m0, end, n0, N, 1, PARTS, TMA, BLOCK_M, BLOCK_N)
+    return gate, up
 
 
 @triton.jit
@@ -183,7 +197,7 @@ def store_masked(ptr, block, m0, end, n0, N, part, PARTS: tl.constexpr, BLOCK_M:
 
 
 @triton.jit
-def load_parts(
+def load_part(
     desc,  # (T, PARTS * N)
     ptr,
     m0,
@@ -196,14 +210,14 @@ def load_parts(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One part of h in fp32; through TMA the rows behind `end` are another expert's."""
+    """One part of h; through TMA the rows behind `end` are another expert's."""
     if TMA:
-        return desc.load([m0, part * N + n0]).to(tl.float32)
+        return desc.load([m0, part * N + n0])
     else:
         m = m0 + tl.arange(0, BLOCK_M)
         n = n0 + tl.arange(0, BLOCK_N)
         at = ptr + m[:, None].to(tl.int64) * (PARTS * N) + part * N + n[None, :]
-        return tl.load(at, mask=(m < end)[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)
+        return tl.load(at, mask=(m < end)[:, None] & (n < N)[None, :], other=0.0)
 
 
 @triton.jit

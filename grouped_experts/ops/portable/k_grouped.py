@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from grouped_experts.ops.portable.m_grouped import tile_position
+from grouped_experts.ops.portable.launch import (
+    Kernel,
+    capability,
+    cdiv,
+    descriptor,
+    dot_precision,
+    kernel,
+    num_processors,
+    suits_tma,
+)
+from grouped_experts.ops.portable.m_grouped import halves, tile_position
 from grouped_experts.ops.portable.schedule import load_range
+from grouped_experts.ops.portable.tiles import Tile, choose_tile, row_block
 
 
 @triton.jit
@@ -75,7 +90,7 @@ def k_grouped_kernel(
             b = load_block(b_ptr, rest, end, n0, N, stride_bt, stride_bn, BLOCK_T, BLOCK_N)
             acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
         if HALVES:
-            left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+            left, right = halves(acc)
             store_tile(c_desc, c_ptr, left, e, m0, M, n0, N, stride_ce, stride_cm, stride_cn, ACCUMULATE, TMA_C)
             n1 = n0 + BLOCK_N // 2
             store_tile(c_desc, c_ptr, right, e, m0, M, n1, N, stride_ce, stride_cm, stride_cn, ACCUMULATE, TMA_C)
@@ -144,3 +159,83 @@ def k_grouped_sum_kernel(
     n = n0 + tl.arange(0, BLOCK_N)
     at = c_ptr + e.to(tl.int64) * N + n
     tl.store(at, tl.sum(total, 0).to(c_ptr.dtype.element_ty), mask=n < N)
+
+
+def k_grouped_gemm(a: Tensor, b: Tensor, starts: Tensor, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
+    c = a.new_empty(starts.shape[0], a.shape[1], b.shape[1], dtype=out_dtype)
+    launch_k_grouped(c, a, b, starts, ends, accumulate=False)
+    return c
+
+
+def k_grouped_gemm_accumulate(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tensor) -> None:
+    launch_k_grouped(c, a, b, starts, ends, accumulate=True)
+
+
+def launch_k_grouped(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tensor, accumulate: bool) -> None:
+    num_experts, rows, columns = c.shape
+    if c.numel() == 0:
+        return
+    tile = choose_tile("wgrad", a.dtype, capability(a.device), row_block(a.shape[0], num_experts))
+    tma = tile.tma_rows and suits_tma(a) and suits_tma(b)
+    block_c = [tile.block_m, tile.block_n // tile.split]  # halves are stored by themselves
+    tma_c = tile.tma_out and suits_tma(c) and c.is_contiguous() and rows % tile.block_m == 0
+    tiles = num_experts * cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n)
+    programs = min(tile.per_processor * num_processors(a.device), tiles)
+    k_grouped(tile, accumulate, tma, tma_c, dot_precision(a.dtype)).launch(
+        (programs,),
+        a.device,
+        descriptor(a, [tile.block_k, tile.block_m]) if tma else a,
+        descriptor(b, [tile.block_k, tile.block_n]) if tma else b,
+        descriptor(c.view(-1, columns), block_c) if tma_c else None,
+        a,
+        b,
+        c,
+        starts,
+        ends,
+        a.shape[0],
+        num_experts,
+        rows,
+        columns,
+        *a.stride(),
+        *b.stride(),
+        *c.stride(),
+    )
+
+
+@functools.cache
+def k_grouped(tile: Tile, accumulate: bool, tma: bool, tma_c: bool, precision: str) -> Kernel:
+    return kernel(
+        k_grouped_kernel,
+        ACCUMULATE=accumulate,
+        TMA=tma,
+        TMA_C=tma_c,
+        HALVES=tile.split == 2,
+        PRECISION=precision,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_T=tile.block_k,
+        GROUP_M=tile.group_m,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def k_grouped_sum(a: Tensor, starts: Tensor, ends: Tensor, scale: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    num_experts, columns = starts.shape[0], a.shape[1]
+    c = a.new_empty(num_experts, columns, dtype=out_dtype)
+    if c.numel():
+        kernel(k_grouped_sum_kernel, BLOCK_T=32, BLOCK_N=64).launch(
+            (num_experts, cdiv(columns, 64)),
+            a.device,
+            a,
+            scale,
+            c,
+            starts,
+            ends,
+            a.shape[0],
+            num_experts,
+            columns,
+            *a.stride(),
+            0 if scale is None else scale.stride(0),
+        )
+    return c

@@ -1,21 +1,76 @@
-"""What every launch needs: the right device, and whether its tensors suit the tensor memory accelerator (TMA)."""
+"""Launching a kernel: on the right device, cheaply, and with descriptors for the tensor memory accelerator (TMA)."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
+from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+INT32_MAX = 2**31 - 1
 
-def on_device(tensor: Tensor) -> AbstractContextManager[None]:
-    """Triton launches on the current device, wherever the tensors are."""
-    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
+
+class Kernel:
+    """A Triton kernel with all its constexprs set, in the order of its signature, and its options.
+
+    A launch is `kernel[grid](*args, **constants, **options)` at a third of its cost on the host: Triton binds and
+    specializes every argument anew each time, where here the compiled kernel is found by what Triton specializes on.
+    """
+
+    def __init__(self, function: Any, num_warps: int, num_stages: int, constants: dict[str, Any]) -> None:
+        assert list(constants) == function.arg_names[len(function.arg_names) - len(constants) :], function
+        self.function, self.constants = function, constants
+        self.options = {"num_warps": num_warps, "num_stages": num_stages}
+        self._compiled: dict[Hashable, CompiledKernel] = {}
+
+    def launch(self, grid: tuple[int, ...], device: torch.device, *args: Any) -> None:
+        """On the current stream of `device`, wherever the caller is."""
+        with _current_device(device):
+            key = (device, *_specialization(args))
+            compiled = self._compiled.get(key)
+            if compiled is None or self.function.pre_run_hooks:
+                compiled = self.function[grid](*args, **self.constants, **self.options)
+                if isinstance(compiled, CompiledKernel):  # not so in the interpreter
+                    self._compiled[key] = compiled
+            else:
+                whole_grid = (*grid, 1, 1)
+                compiled[whole_grid](*args, *self.constants.values())
+
+
+@functools.cache
+def kernel(function: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> Kernel:
+    """The one `Kernel` of that function, those options and constexprs."""
+    return Kernel(function, num_warps, num_stages, constants)
+
+
+def _specialization(args: tuple[Any, ...]) -> list[Hashable]:
+    """What Triton compiles anew for: of a tensor its dtype and whether it is aligned to 16 bytes, of an int whether it
+    is a multiple of 16, 1, or wider than 32 bits, of a descriptor the dtype (its block follows from the constexprs).
+    """
+    return [
+        (arg & 15 == 0) + 2 * (arg == 1) + 4 * (abs(arg) > INT32_MAX)
+        if type(arg) is int
+        else arg.base.dtype
+        if type(arg) is _Descriptor
+        else None
+        if arg is None
+        else arg.dtype
+        if arg.data_ptr() & 15 == 0
+        else (arg.dtype,)
+        for arg in args
+    ]
+
+
+def _current_device(device: torch.device) -> AbstractContextManager[None]:
+    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():  # a third of current_device()'s cost
         return contextlib.nullcontext()
-    return torch.cuda.device(tensor.device)
+    return torch.cuda.device(device)
 
 
 @functools.cache
@@ -35,18 +90,47 @@ def num_processors(device: torch.device) -> int:
 
 def suits_tma(tensor: Tensor) -> bool:
     """TMA wants compute capability 9.0, unit inner stride, 16-byte outer strides and base, and at least one element."""
-    if capability(tensor.device) < 90 or tensor.numel() == 0 or tensor.stride(-1) != 1:
-        return False
-    size = tensor.element_size()
-    strides = all(s > 0 and s * size % 16 == 0 for s in tensor.stride()[:-1])
-    return strides and tensor.data_ptr() % 16 == 0
+    return tensor.data_ptr() % 16 == 0 and _layout_suits_tma(
+        capability(tensor.device), tensor.element_size(), tensor.stride(), tensor.numel() > 0
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout_suits_tma(capability: int, size: int, strides: tuple[int, ...], any_elements: bool) -> bool:
+    *outer, inner = strides
+    return capability >= 90 and any_elements and inner == 1 and all(s > 0 and s * size % 16 == 0 for s in outer)
+
+
+class _Descriptor(TensorDescriptor):  # type: ignore[misc]
+    def __post_init__(self) -> None:
+        """Check nothing again that `suits_tma` has: it takes three times as long as the rest."""
 
 
 def descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(tensor, tensor.shape, tensor.stride(), block)
+    """Of a tensor that `suits_tma`."""
+    return _Descriptor(tensor, tensor.shape, tensor.stride(), block)
 
 
 def dot_precision(dtype: torch.dtype) -> str:
     """fp32 products are true fp32 unless torch's own switch says TF32 (`allow_tf32` sets it as well)."""
     tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if tf32 else "ieee"
+
+
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up; Triton's own takes 2 us on the host, as it serves kernels too."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def even_block(width: int, most: int) -> int:
+    """Columns of a block, a power of two up to `most`: one that divides the width if that is 128 or more."""
+    even = width & -width
+    return min(most, even if even >= 128 else next_power_of_2(width))

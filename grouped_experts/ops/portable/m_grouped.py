@@ -84,10 +84,11 @@ def m_grouped_kernel(
     stride_wn,
     stride_wk,
     EPILOGUE: tl.constexpr,
+    AHEAD: tl.constexpr,  # what the epilogue reads, loaded before it is needed, or None
     ACT: tl.constexpr,
     GATED: tl.constexpr,  # the products with rows n and N + n of the weight side by side
     GATED_H: tl.constexpr,
-    HALVES: tl.constexpr,  # the epilogue takes each half of the columns by itself
+    SPLIT: tl.constexpr,  # 1, 2 or 4: parts of the columns that the epilogue takes, each by itself
     GAPS: tl.constexpr,  # 1: rows of no expert are tiles as well, with a product of zero
     TRANSPOSE_W: tl.constexpr,
     TMA_X: tl.constexpr,
@@ -111,6 +112,10 @@ def m_grouped_kernel(
         n0 = i_n * BLOCK_N
         e = tl.maximum(expert, 0)
         steps = tl.where(expert < 0, 0, tl.cdiv(K, BLOCK_K))
+        WIDTH: tl.constexpr = BLOCK_N // SPLIT
+        ahead = None
+        if AHEAD is not None:
+            ahead = AHEAD(h, h_ptr, m0, end, n0, N, GATED_H, TMA_OUT, BLOCK_M, WIDTH)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         acc_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for i in range(0, steps):
@@ -130,20 +135,30 @@ def m_grouped_kernel(
                     w, e, n0, N, k0, K, stride_we, stride_wn, stride_wk, TMA_W, TRANSPOSE_W, BLOCK_N, BLOCK_K
                 )
                 acc = tl.dot(rows, weight, acc, input_precision=PRECISION)
-        if HALVES:
-            # One half after the other, for epilogues that need more registers than a whole tile leaves.
-            left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+        if SPLIT == 1:
             EPILOGUE(
-                left, left, expert, m0, end, n0, 2 * i_n, y, a, h, y_ptr, a_ptr, h_ptr, bias_ptr, probs_ptr,
-                partials_ptr, num_rows, N, ACT, GATED_H, TMA_OUT, BLOCK_M, BLOCK_N // 2
-            )  # fmt: skip
-            n1 = n0 + BLOCK_N // 2
-            EPILOGUE(
-                right, right, expert, m0, end, n1, 2 * i_n + 1, y, a, h, y_ptr, a_ptr, h_ptr, bias_ptr, probs_ptr,
-                partials_ptr, num_rows, N, ACT, GATED_H, TMA_OUT, BLOCK_M, BLOCK_N // 2
+                acc, acc_up, ahead, expert, m0, end, n0, i_n, y, a, h, y_ptr, a_ptr, h_ptr, bias_ptr, probs_ptr,
+                partials_ptr, num_rows, N, ACT, GATED_H, TMA_OUT, BLOCK_M, BLOCK_N
             )  # fmt: skip
         else:
-            EPILOGUE(
-                acc, acc_up, expert, m0, end, n0, i_n, y, a, h, y_ptr, a_ptr, h_ptr, bias_ptr, probs_ptr, partials_ptr,
-                num_rows, N, ACT, GATED_H, TMA_OUT, BLOCK_M, BLOCK_N
-            )  # fmt: skip
+            # One part of the columns after the other, for epilogues that need more registers than a whole tile leaves.
+            left, right = halves(acc)
+            parts = (left, right)
+            if SPLIT == 4:
+                parts = halves(left) + halves(right)
+            for i in tl.static_range(SPLIT):
+                part = parts[i]
+                following = ahead
+                if AHEAD is not None and i + 1 < SPLIT:
+                    following = AHEAD(h, h_ptr, m0, end, n0 + (i + 1) * WIDTH, N, GATED_H, TMA_OUT, BLOCK_M, WIDTH)
+                EPILOGUE(
+                    part, part, ahead, expert, m0, end, n0 + i * WIDTH, SPLIT * i_n + i, y, a, h, y_ptr, a_ptr, h_ptr,
+                    bias_ptr, probs_ptr, partials_ptr, num_rows, N, ACT, GATED_H, TMA_OUT, BLOCK_M, WIDTH
+                )  # fmt: skip
+                ahead = following
+
+
+@triton.jit
+def halves(block):
+    """The left and the right half of the columns."""
+    return tl.split(tl.permute(tl.reshape(block, (block.shape[0], 2, block.shape[1] // 2)), (0, 2, 1)))

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grouped_experts.ops.portable.launch import on_device
+from grouped_experts.ops.portable.launch import cdiv, even_block, kernel, next_power_of_2
 
 
 @triton.jit
@@ -14,21 +14,23 @@ def permute_kernel(
     x_ptr,  # (T, H)
     row_to_slot_ptr,  # (T * k,)
     y_ptr,  # (T * k, H)
+    num_rows,
     H,
     choices,
     stride_x,
     stride_xh,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (T * k, column blocks). y[r] = x[slot // k]; zero where the row has no slot."""
-    row = tl.program_id(0)
-    slot = tl.load(row_to_slot_ptr + row)
+    """Grid (row blocks, column blocks). y[r] = x[slot // k]; zero where the row has no slot."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(row_to_slot_ptr + row, mask=row < num_rows, other=-1)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.maximum(slot, 0) // choices
-    x = tl.load(
-        x_ptr + token.to(tl.int64) * stride_x + n.to(tl.int64) * stride_xh, mask=n < tl.where(slot < 0, 0, H), other=0.0
-    )
-    tl.store(y_ptr + row.to(tl.int64) * H + n, x, mask=n < H)
+    at = x_ptr + token.to(tl.int64)[:, None] * stride_x + n.to(tl.int64)[None, :] * stride_xh
+    x = tl.load(at, mask=(slot >= 0)[:, None] & (n < H)[None, :], other=0.0)
+    to = y_ptr + row.to(tl.int64)[:, None] * H + n[None, :]
+    tl.store(to, x, mask=(row < num_rows)[:, None] & (n < H)[None, :])
 
 
 @triton.jit
@@ -56,11 +58,18 @@ def unpermute_kernel(
 def permute(x: Tensor, slot_to_row: Tensor, row_to_slot: Tensor) -> Tensor:
     y = x.new_empty(row_to_slot.shape[0], x.shape[1])
     if y.numel():
-        block = column_block(x.shape[1])
-        with on_device(x):
-            permute_kernel[(y.shape[0], triton.cdiv(x.shape[1], block))](
-                x, row_to_slot, y, x.shape[1], slot_to_row.shape[1], *x.stride(), BLOCK=block
-            )
+        block, rows = even_block(x.shape[1], 1024), 4
+        kernel(permute_kernel, ROWS=rows, BLOCK=block).launch(
+            (cdiv(y.shape[0], rows), cdiv(x.shape[1], block)),
+            x.device,
+            x,
+            row_to_slot,
+            y,
+            y.shape[0],
+            x.shape[1],
+            slot_to_row.shape[1],
+            *x.stride(),
+        )
     return y
 
 
@@ -68,13 +77,19 @@ def unpermute(y: Tensor, slot_to_row: Tensor, row_to_slot: Tensor) -> Tensor:
     x = y.new_empty(slot_to_row.shape[0], y.shape[1])
     if x.numel():
         block = column_block(y.shape[1])
-        with on_device(y):
-            unpermute_kernel[(x.shape[0], triton.cdiv(y.shape[1], block))](
-                y, slot_to_row, x, y.shape[1], slot_to_row.shape[1], *y.stride(), BLOCK=block
-            )
+        kernel(unpermute_kernel, BLOCK=block).launch(
+            (x.shape[0], cdiv(y.shape[1], block)),
+            y.device,
+            y,
+            slot_to_row,
+            x,
+            y.shape[1],
+            slot_to_row.shape[1],
+            *y.stride(),
+        )
     return x
 
 
 def column_block(width: int) -> int:
     """Eight elements a thread and at most 256 threads at 4 warps or more."""
-    return min(2048, max(128, triton.next_power_of_2(width)))
+    return min(2048, max(128, next_power_of_2(width)))

@@ -7,12 +7,15 @@ expert; those of the gaps follow.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from grouped_experts.ops.portable.launch import on_device
+from grouped_experts.ops.portable.launch import Kernel, kernel, next_power_of_2
+from grouped_experts.ops.portable.tiles import row_block
 from grouped_experts.rows import schedule_size
 
 
@@ -40,20 +43,39 @@ def write_tiles(tiles_ptr, first_tile, expert, start, end, BLOCK_M: tl.constexpr
 
 @triton.jit
 def schedule_kernel(
+    counts_ptr,  # (E,) int32 or int64, or None
     starts_ptr,  # (E,)
     ends_ptr,  # (E,)
     tiles_ptr,  # (1 + max_tiles, 4)
     num_rows,
     num_experts,
+    stride,
+    alignment,
+    capacity,
+    MASKED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,  # at least E + 1
     LANES: tl.constexpr,
 ):
-    """Grid (E + 1,): program e writes the tiles of expert e and of the gap before it; program E, of the last gap."""
+    """Grid (E + 1,): program e writes the tiles of expert e and of the gap before it; program E, of the last gap.
+
+    With counts, starts and ends are written too.
+    """
     e = tl.arange(0, BLOCK_E)
-    start, end = load_range(starts_ptr, ends_ptr, e, num_rows, num_experts)
     # The end of the last range with rows before e's: an empty range may lie anywhere.
-    start_before, end_before = load_range(starts_ptr, ends_ptr, e - 1, num_rows, num_experts)
+    if counts_ptr is not None:
+        start, end = counted_range(counts_ptr, e, stride, num_experts, alignment, capacity, num_rows, MASKED)
+        start_before, end_before = counted_range(
+            counts_ptr, e - 1, stride, num_experts, alignment, capacity, num_rows, MASKED
+        )
+        mine = (e == tl.program_id(0)) & (e < num_experts)
+        tl.store(starts_ptr + e, start, mask=mine)
+        tl.store(ends_ptr + e, end, mask=mine)
+        start = tl.where(e < num_experts, start, num_rows)
+        end = tl.where(e < num_experts, end, num_rows)
+    else:
+        start, end = load_range(starts_ptr, ends_ptr, e, num_rows, num_experts)
+        start_before, end_before = load_range(starts_ptr, ends_ptr, e - 1, num_rows, num_experts)
     reached = tl.associative_scan(tl.where(end_before > start_before, end_before, 0), 0, maximum)
     start = tl.maximum(start, tl.where(end > start, reached, 0))  # ranges that overlap break a promise, not memory
     end = tl.maximum(end, start)
@@ -91,23 +113,67 @@ def load_range(starts_ptr, ends_ptr, e, num_rows, num_experts):
     return tl.where(past, num_rows, start), tl.where(past, num_rows, end)
 
 
+@triton.jit
+def counted_range(counts_ptr, e, stride, num_experts, alignment, capacity, limit, MASKED: tl.constexpr):
+    """Ranges from counts; e ascends by one. Clamps as `grouped_experts.rows`: negative counts to 0, ends into limit."""
+    known = (e >= 0) & (e < num_experts)
+    count = tl.load(counts_ptr + e.to(tl.int64) * stride, mask=known, other=0).to(tl.int64)
+    count = tl.minimum(tl.maximum(count, 0), limit)
+    if MASKED:
+        start = tl.maximum(e, 0).to(tl.int64) * capacity
+        end = start + tl.minimum(count, capacity)
+    else:
+        length = tl.cdiv(count, alignment) * alignment
+        start = tl.cumsum(length, 0) - length
+        end = start + count
+    return tl.minimum(start, limit).to(tl.int32), tl.minimum(end, limit).to(tl.int32)
+
+
 def build_schedule(starts: Tensor, ends: Tensor, num_rows: int, block_m: int) -> Tensor:
     """block_m: rows of a tile, at least SMALLEST_TILE, for which the schedule has room."""
-    num_experts = starts.shape[0]
-    tiles = starts.new_empty(schedule_size(num_rows, num_experts), 4)
-    with on_device(starts):
-        schedule_kernel[(num_experts + 1,)](
-            starts,
-            ends,
-            tiles,
-            num_rows,
-            num_experts,
-            BLOCK_M=block_m,
-            BLOCK_E=triton.next_power_of_2(num_experts + 1),
-            LANES=32,
-            num_warps=4,
-        )
+    tiles = starts.new_empty(schedule_size(num_rows, starts.shape[0]), 4)
+    schedule(starts.shape[0], block_m, False).launch(
+        (starts.shape[0] + 1,), starts.device, None, starts, ends, tiles, num_rows, starts.shape[0], 1, 1, 1
+    )
     return tiles
+
+
+def scheduled_ranges(counts: Tensor, capacity: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """starts, ends and their tiles. Capacity 0: contiguous, else masked."""
+    num_experts = counts.shape[0]
+    starts, ends = (torch.empty(num_experts, dtype=torch.int32, device=counts.device) for _ in range(2))
+    tiles = starts.new_empty(schedule_size(num_rows, num_experts), 4)
+    schedule(num_experts, row_block(num_rows, num_experts), capacity > 0).launch(
+        (num_experts + 1,),
+        counts.device,
+        counts,
+        starts,
+        ends,
+        tiles,
+        num_rows,
+        num_experts,
+        counts.stride(0),
+        1,
+        capacity,
+    )
+    return starts, ends, tiles
+
+
+@functools.cache
+def schedule(num_experts: int, block_m: int, masked: bool) -> Kernel:
+    block_e = next_power_of_2(num_experts + 1)
+    return kernel(schedule_kernel, MASKED=masked, BLOCK_M=block_m, BLOCK_E=block_e, LANES=32)
+
+
+def given_or_made(tiles: Tensor | None, starts: Tensor, ends: Tensor, num_rows: int) -> Tensor:
+    if tiles is not None and tiles.shape[0]:
+        return tiles
+    return build_schedule(starts, ends, num_rows, row_block(num_rows, starts.shape[0]))
+
+
+def tile_schedule(starts: Tensor, ends: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
+    """On a CPU, where only the interpreter runs these kernels, empty as the reference's: products make their own."""
+    return starts.new_empty(0, 4) if starts.device.type == "cpu" else given_or_made(None, starts, ends, num_rows)
 
 
 @triton.jit
@@ -123,20 +189,11 @@ def ranges_kernel(
     MASKED: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Grid (1,). Clamps as `grouped_experts.rows` does: negative counts to 0, starts and ends into the limit."""
+    """Grid (1,)."""
     e = tl.arange(0, BLOCK_E)
-    known = e < num_experts
-    count = tl.load(counts_ptr + e.to(tl.int64) * stride, mask=known, other=0).to(tl.int64)
-    count = tl.minimum(tl.maximum(count, 0), limit)
-    if MASKED:
-        start = e.to(tl.int64) * capacity
-        end = start + tl.minimum(count, capacity)
-    else:
-        length = tl.cdiv(count, alignment) * alignment
-        start = tl.cumsum(length, 0) - length
-        end = start + count
-    tl.store(starts_ptr + e, tl.minimum(start, limit).to(tl.int32), mask=known)
-    tl.store(ends_ptr + e, tl.minimum(end, limit).to(tl.int32), mask=known)
+    start, end = counted_range(counts_ptr, e, stride, num_experts, alignment, capacity, limit, MASKED)
+    tl.store(starts_ptr + e, start, mask=e < num_experts)
+    tl.store(ends_ptr + e, end, mask=e < num_experts)
 
 
 def ranges_from_tensor(
@@ -145,18 +202,7 @@ def ranges_from_tensor(
     # Two allocations: inductor counts on outputs that are aligned to 16 bytes.
     starts, ends = (torch.empty(counts.shape, dtype=torch.int32, device=counts.device) for _ in range(2))
     if counts.shape[0]:
-        with on_device(counts):
-            ranges_kernel[(1,)](
-                counts,
-                starts,
-                ends,
-                counts.stride(0),
-                counts.shape[0],
-                alignment,
-                capacity,
-                limit,
-                MASKED=masked,
-                BLOCK_E=triton.next_power_of_2(counts.shape[0]),
-                num_warps=4,
-            )
+        kernel(ranges_kernel, MASKED=masked, BLOCK_E=next_power_of_2(counts.shape[0]), num_warps=4).launch(
+            (1,), counts.device, counts, starts, ends, counts.stride(0), counts.shape[0], alignment, capacity, limit
+        )
     return starts, ends

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +19,11 @@ class Tile:
     block_k: int
     warps: int
     stages: int
-    halves: bool = False  # the epilogue takes the columns in two halves, for want of registers or shared memory
+    split: int = 1  # parts of the columns that the epilogue takes one by one, for want of registers or shared memory
     per_processor: int = 1  # programs on each multiprocessor: with two, one computes while the other stores
     group_m: int = 8
-    tma_out: bool = True  # outputs through TMA, where they suit it
+    tma_rows: bool = True  # rows through TMA, where they suit it: a launch on the host costs less without
+    tma_out: bool = True  # outputs through TMA, likewise
 
 
 def row_block(num_rows: int, num_experts: int) -> int:
@@ -30,28 +32,35 @@ def row_block(num_rows: int, num_experts: int) -> int:
     return next((block for block in ROW_BLOCKS if mean <= block), ROW_BLOCKS[-1])
 
 
-# By rows of a tile. "product": a plain store; "fc1": gate and up side by side, twice block_n columns of weight;
-# "dgrad": the activation's backward in the epilogue. 128 x 256 x 64 at three stages takes 144 KiB of shared memory.
+# By rows of a tile. "product": a plain store; "shallow": the same where little is contracted, so that stores weigh;
+# "fc1": gate and up side by side, twice block_n columns of weight; "dgrad": the activation's backward in the epilogue.
+# 128 x 256 x 64 at three stages takes 144 KiB of shared memory.
 HOPPER = {
     "product": {
-        16: Tile(16, 128, 128, 4, 4),
-        32: Tile(32, 128, 128, 4, 4),
+        16: Tile(16, 128, 128, 4, 4, tma_rows=False, tma_out=False),
+        32: Tile(32, 128, 128, 4, 4, tma_rows=False, tma_out=False),
         64: Tile(64, 256, 64, 4, 4, tma_out=False),
         128: Tile(128, 256, 64, 8, 3, tma_out=False),
     },
+    "shallow": {128: Tile(128, 128, 64, 4, 3, split=2, per_processor=2)},
     "fc1": {
-        16: Tile(16, 64, 128, 4, 4),
-        32: Tile(32, 64, 128, 4, 4),
-        64: Tile(64, 128, 64, 4, 4),
-        128: Tile(128, 128, 64, 8, 3, tma_out=False),
+        16: Tile(16, 64, 128, 4, 4, tma_rows=False, tma_out=False),
+        32: Tile(32, 64, 128, 4, 4, tma_rows=False, tma_out=False),
+        64: Tile(64, 64, 64, 4, 3, per_processor=2, tma_out=False),
+        128: Tile(128, 64, 64, 4, 3, per_processor=2, tma_out=False),
     },
     "dgrad": {
-        16: Tile(16, 64, 128, 4, 4),
-        32: Tile(32, 64, 128, 4, 4),
-        64: Tile(64, 64, 64, 4, 4),
-        128: Tile(128, 128, 64, 8, 4, halves=True),
+        16: Tile(16, 64, 128, 4, 4, tma_rows=False, tma_out=False),
+        32: Tile(32, 64, 128, 4, 4, tma_rows=False, tma_out=False),
+        64: Tile(64, 64, 64, 4, 4, split=2, tma_out=False),
+        128: Tile(128, 128, 64, 8, 4, split=4, tma_out=False),
     },
-    "wgrad": {128: Tile(128, 128, 32, 4, 4, halves=True, per_processor=2)},
+    "wgrad": {
+        16: Tile(128, 128, 32, 4, 4, split=2, per_processor=2, tma_rows=False, tma_out=False),
+        32: Tile(128, 128, 32, 4, 4, split=2, per_processor=2, tma_rows=False, tma_out=False),
+        64: Tile(128, 128, 64, 4, 3, split=2, per_processor=2),
+        128: Tile(128, 128, 64, 4, 3, split=2, per_processor=2),
+    },
 }
 
 # 99 KiB of shared memory is what sm_86, sm_89 and sm_120 have.
@@ -71,20 +80,25 @@ AMPERE = {
     "dgrad": {
         16: Tile(16, 64, 64, 4, 4),
         32: Tile(32, 64, 64, 4, 4),
-        64: Tile(64, 64, 32, 4, 4),
-        128: Tile(128, 64, 32, 8, 4, halves=True),
+        64: Tile(64, 64, 32, 4, 4, split=2),
+        128: Tile(128, 64, 32, 8, 4, split=2),
     },
-    "wgrad": {128: Tile(128, 128, 32, 8, 4, halves=True)},
+    "wgrad": {block: Tile(128, 128, 32, 8, 4, split=2) for block in ROW_BLOCKS},
 }
 
 # True fp32 runs on the plain arithmetic units, out of registers.
 FLOAT32 = {
     kind: {
-        block: Tile(block, 32 if kind == "fc1" else 64, 16, 4 if block < 128 else 8, 2, halves=kind == "dgrad")
+        block: Tile(
+            block, 32 if kind == "fc1" else 64, 16, 4 if block < 128 else 8, 2, split=2 if kind == "dgrad" else 1
+        )
         for block in ROW_BLOCKS
     }
     for kind in ("product", "fc1", "dgrad")
-} | {"wgrad": {128: Tile(64, 64, 16, 4, 2, halves=True)}}
+} | {"wgrad": {block: Tile(64, 64, 16, 4, 2, split=2) for block in ROW_BLOCKS}}
+
+
+SHALLOW = 768  # columns contracted, at most
 
 
 def table(dtype: torch.dtype, capability: int) -> dict[str, dict[int, Tile]]:
@@ -93,6 +107,13 @@ def table(dtype: torch.dtype, capability: int) -> dict[str, dict[int, Tile]]:
     return HOPPER if capability in (90, 100, 103) else AMPERE
 
 
-def choose_tile(kind: str, dtype: torch.dtype, capability: int, rows: int = 128) -> Tile:
-    """kind: "product", "fc1", "dgrad" or "wgrad"; rows: the tile rows of the schedule (wgrad has no schedule)."""
-    return table(dtype, capability)[kind][rows]
+@functools.cache
+def choose_tile(kind: str, dtype: torch.dtype, capability: int, rows: int, shallow: bool = False) -> Tile:
+    """kind: "product", "fc1", "dgrad" or "wgrad"; rows: `row_block`, for wgrad a hint of how much is contracted.
+
+    shallow: at most SHALLOW columns are contracted.
+    """
+    tiles = table(dtype, capability)
+    if shallow and kind == "product" and rows in tiles.get("shallow", {}):
+        return tiles["shallow"][rows]
+    return tiles[kind][rows]

@@ -1,0 +1,46 @@
+"""The grouped products against F.grouped_mm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.gpu_inputs import COUNTS, DTYPE, Shape, check, normal, path, uneven_ends
+from benchmarks.records import Record, record
+from benchmarks.timing import event_ms
+from grouped_experts import RowRanges
+from grouped_experts.ops import k_grouped_gemm, m_grouped_gemm
+
+
+def products(shape: Shape, rounds: int) -> list[Record]:
+    """Forward, dgrad and wgrad of fc1 (N = 2I, K = H) and fc2 (N = H, K = I)."""
+    records = []
+    ends = uneven_ends(shape["M"], shape["E"])
+    rows = RowRanges.contiguous(ends.diff(prepend=ends.new_zeros(1)), num_rows=shape["M"])
+    for layer, n, k in (("fc1", 2 * shape["I"], shape["H"]), ("fc2", shape["H"], shape["I"])):
+        sizes = {"E": shape["E"], "M": shape["M"], "N": n, "K": k}
+        flops = 2.0 * shape["M"] * n * k
+        x, w, dy = normal(shape["M"], k), normal(shape["E"], n, k), normal(shape["M"], n)
+        for op, (ours, theirs) in _runs(x, w, dy, rows, ends).items():
+            check(op, [ours()], [theirs()], limit=5e-3)
+            times = event_ms(ours, theirs, rounds)
+            made = record(op, sizes, COUNTS, DTYPE, path(), "F.grouped_mm", times, flops=flops)
+            print(f"{layer} {op:13} {made.tflops:6.0f} TFLOP/s  {made.ratio:5.2f}x F.grouped_mm", flush=True)
+            records.append(made)
+    return records
+
+
+def _runs(
+    x: Tensor, w: Tensor, dy: Tensor, rows: RowRanges, ends: Tensor
+) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]]:
+    """Ours and F.grouped_mm's, by op."""
+    return {
+        "m_grouped_nt": (lambda: m_grouped_gemm(x, w, rows), lambda: F.grouped_mm(x, w.transpose(1, 2), offs=ends)),
+        "m_grouped_nn": (
+            lambda: m_grouped_gemm(dy, w, rows, transpose_w=False),
+            lambda: F.grouped_mm(dy, w, offs=ends),
+        ),
+        "k_grouped": (lambda: k_grouped_gemm(dy, x, rows), lambda: F.grouped_mm(dy.t(), x, offs=ends)),
+    }

@@ -1,0 +1,173 @@
+"""Every kernel at small odd sizes, for compute-sanitizer; the results are checked, loosely.
+
+A script, not a test (`test_gpu_execution.py` runs it without the sanitizer), and likewise with `--tool racecheck`:
+
+    PYTHONPATH=. PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/gpu_small_cases.py
+
+Without torch's cache every tensor is an allocation of its own, so that a step across its end is seen.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from exact import (
+    eps,
+    exact_k_grouped,
+    exact_k_grouped_sum,
+    exact_m_grouped,
+    exact_route,
+    exact_scaled_activation,
+    exact_scaled_activation_backward,
+)
+from inputs import Layout, contiguous, masked, padded, randn, random_rows
+from layer import by_layer, by_loop
+from torch import Tensor
+
+from grouped_experts import GroupedMLP, RowRanges
+from grouped_experts.ops import (
+    fc1_activation,
+    fc2_dgrad_activation,
+    k_grouped_gemm,
+    k_grouped_gemm_accumulate,
+    k_grouped_sum,
+    m_grouped_gemm,
+    permute,
+    scaled_activation,
+    scaled_activation_backward,
+    unpermute,
+)
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def close(name: str, actual: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    """Within 16 roundings to `dtype`, in the norm; finite."""
+    error = float((actual.detach().cpu().double() - exact).norm())
+    assert error <= 16 * eps(dtype) * float(exact.norm()), f"{name}: error {error:.3g} of {float(exact.norm()):.3g}"
+
+
+def every_product(
+    layout: Layout,
+    rows_of: Callable[[Tensor], RowRanges],
+    dtype: torch.dtype,
+    hidden: int,
+    inner: int,
+    activation: str,
+    device: str,
+) -> None:
+    """Each op once, on the rows of a layout that is made from counts on the device."""
+    bounds, num_experts = layout.bounds, layout.num_experts
+    rows = rows_of(torch.tensor([end - start for start, end in bounds], device=device))
+    assert list(zip(rows.starts.tolist(), rows.ends.tolist(), strict=True)) == bounds
+    owned = torch.cat([torch.arange(start, end) for start, end in bounds])
+    width = inner if activation == "squared_relu" else 2 * inner
+
+    def on_cpu(*shape: int) -> Tensor:
+        return randn(*shape, dtype=dtype, device="cpu")
+
+    x, dy, h, da = (random_rows(layout, n, dtype=dtype, device="cpu") for n in (hidden, hidden, width, inner))
+    probs = random_rows(layout, 1, dtype=FP32, device="cpu")[:, 0].abs()
+    w1, w2 = on_cpu(num_experts, width, hidden), on_cpu(num_experts, hidden, inner)
+    b1, b2 = on_cpu(num_experts, width), on_cpu(num_experts, hidden)
+    x_, dy_, h_, da_, probs_, w1_, w2_, b1_, b2_ = (t.to(device) for t in (x, dy, h, da, probs, w1, w2, b1, b2))
+
+    y = m_grouped_gemm(x_, w1_, rows, b1_, bias_scale=probs_)
+    close("m_grouped_gemm nt", y, exact_m_grouped(x, w1, bounds, b1, probs), dtype)
+    y = m_grouped_gemm(dy_, w2_, rows, transpose_w=False)
+    close("m_grouped_gemm nn", y, exact_m_grouped(dy, w2, bounds, transpose_w=False), dtype)
+
+    product = exact_k_grouped(dy, da, bounds)
+    close("k_grouped_gemm", k_grouped_gemm(dy_, da_, rows), product, dtype)
+    c = torch.ones(num_experts, hidden, inner, device=device)
+    k_grouped_gemm_accumulate(c, dy_, da_, rows)
+    close("k_grouped_gemm_accumulate", c, product + 1, FP32)
+    total = k_grouped_sum(dy_, rows, scale=probs_)
+    close("k_grouped_sum", total, exact_k_grouped_sum(dy, bounds, probs), dtype)
+
+    a = scaled_activation(h_, probs_, rows, activation=activation)
+    close("scaled_activation", a, exact_scaled_activation(h, probs, bounds, activation), dtype)
+    actual = scaled_activation_backward(da_, h_, probs_, rows, activation=activation)
+    exact = exact_scaled_activation_backward(da, h, probs, bounds, activation)
+    for name, result, value in zip(("dh", "a", "dprobs"), actual, exact, strict=True):
+        close(f"scaled_activation_backward {name}", result, value, dtype)
+
+    # dh, h and a of the fused products are undefined in rows of no expert.
+    h_out, a_out = fc1_activation(x_, w1_, rows, probs_, b1_, activation=activation)
+    close("fc1_activation h", h_out.cpu()[owned], exact_m_grouped(x, w1, bounds, b1)[owned], dtype)
+    a = exact_scaled_activation(h_out.cpu(), probs, bounds, activation)
+    close("fc1_activation a", a_out.cpu()[owned], a[owned], dtype)
+    dh, a, dprobs = fc2_dgrad_activation(dy_, w2_, h_, rows, probs_, b2_, activation=activation)
+    da = exact_m_grouped(dy, w2, bounds, transpose_w=False)
+    exact_dh, exact_a, exact_dprobs = exact_scaled_activation_backward(da, h, probs, bounds, activation)
+    for expert, (start, end) in enumerate(bounds):
+        exact_dprobs[start:end] += dy[start:end].double() @ b2[expert].double()
+    close("fc2_dgrad_activation dh", dh.cpu()[owned], exact_dh[owned], dtype)
+    close("fc2_dgrad_activation a", a.cpu()[owned], exact_a[owned], dtype)
+    close("fc2_dgrad_activation dprobs", dprobs, exact_dprobs, dtype)
+
+
+def layer(layout: Layout, counts: list[int], hidden: int, inner: int, capacity: int, device: str) -> None:
+    """A step of the layer in the masked layout, and a forward of it with counts beyond the rows there are."""
+    mlp = GroupedMLP(hidden, inner, layout.num_experts, bias=True, dtype=BF16)
+    x, dy = (random_rows(layout, hidden, dtype=BF16, device="cpu") for _ in range(2))
+    probs = random_rows(layout, 1, dtype=FP32, device="cpu")[:, 0].abs()
+    for t in (x, probs, *mlp.parameters()):
+        t.requires_grad_()
+    exact = by_loop(mlp, x, layout.bounds, probs, dy, torch.float64)
+    on_device = copy.deepcopy(mlp).to(device)
+    x_, probs_ = (t.detach().clone().to(device).requires_grad_() for t in (x, probs))
+    rows = RowRanges.masked(torch.tensor(counts, device=device, dtype=torch.int32), capacity)
+    for name, result in by_layer(on_device, x_, rows, probs_, dy.to(device)).items():
+        close(f"GroupedMLP {name}", result, exact[name], BF16)
+
+    if device == "cpu":  # where such counts are refused
+        return
+    with torch.no_grad():
+        x = randn(layout.num_rows, hidden, dtype=BF16, device=device)
+        wrong = torch.tensor([layout.num_rows - 1] * layout.num_experts, device=device)
+        expected = on_device(x, [layout.num_rows - 1, 1] + [0] * (layout.num_experts - 2))
+        assert torch.equal(on_device(x, wrong), expected)
+
+
+def there_and_back(tokens: int, hidden: int, choices: int, num_experts: int, device: str) -> None:
+    """Route, permute and unpermute with their gradients; the id num_experts is nobody's."""
+    ids = torch.randint(0, num_experts + 1, (tokens, choices))
+    x, probs = randn(tokens, hidden, dtype=BF16, device="cpu"), torch.rand(tokens, choices)
+    x_, probs_ = (t.clone().to(device).requires_grad_() for t in (x, probs))
+    permuted = permute(x_, ids.to(device), probs_, num_experts)
+    out = unpermute(permuted.x, permuted.routing)
+    counts, _, row_to_slot = exact_route(ids.tolist(), num_experts)
+    assert permuted.counts.tolist() == counts
+    slots = torch.tensor(row_to_slot)
+    kept = (slots >= 0).double()
+    close("permute x", permuted.x, x.double()[slots.clamp(min=0) // choices] * kept[:, None], BF16)
+    close("permute probs", permuted.probs, probs.double().flatten()[slots.clamp(min=0)] * kept, FP32)
+    chosen = (ids < num_experts).double()
+    close("unpermute", out, x.double() * chosen.sum(1, keepdim=True), BF16)
+    dx, dprobs = torch.autograd.grad(out.sum() + permuted.probs.sum(), (x_, probs_))
+    close("gradient of x", dx, chosen.sum(1, keepdim=True).expand(tokens, hidden), BF16)
+    close("gradient of probs", dprobs, chosen, FP32)
+
+
+def main(device: str = "cuda") -> None:
+    torch.manual_seed(0)
+    # Sizes that TMA does not suit, tiles of 16 rows.
+    layout = contiguous([5, 0, 18, 1], spare=3)
+    every_product(layout, lambda c: RowRanges.contiguous(c, num_rows=27), BF16, 33, 7, "swiglu", device)
+    # Sizes that it suits, none of them a multiple of a tile, tiles of 64 rows.
+    layout = padded([3, 0, 150, 9], 8, spare=5)
+    rows = layout.num_rows
+    every_product(layout, lambda c: RowRanges.padded(c, 8, num_rows=rows), FP32, 36, 20, "squared_relu", device)
+    # Tiles of 128 rows.
+    layer(masked([130, 0, 199], 201), [130, 0, 199], 40, 24, 201, device)
+    there_and_back(tokens=13, hidden=33, choices=3, num_experts=4, device=device)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    print("ok")
+
+
+if __name__ == "__main__":
+    main()
