@@ -269,13 +269,14 @@ def test_graph_of_backward_dw_alone() -> None:
 
     first, static = captured(forward_and_backward, mlp.discard_wgrads)
     assert mlp.pending_wgrads == 1
-    # The delivery is warm from here: a layer of its own, lest the captured work be delivered now.
+    # The delivery is warm from here: a layer of its own, lest the captured work be delivered now, and its own leaves.
     twin = copy.deepcopy(mlp)
+    x, probs = (t.detach().clone().requires_grad_() for t in (batch.x, batch.probs))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            twin(batch.x, batch.counts, batch.probs).backward(batch.dy)
+            twin(x, batch.counts, probs).backward(batch.dy)
             twin.backward_dw()
     torch.cuda.current_stream().wait_stream(side)
     for p in mlp.parameters():

@@ -94,11 +94,11 @@ class GroupedMLP(nn.Module):
         check_float("x", x)
         masked = x.dim() == 3
         check_shape("x", x, self._shape_of_x(masked), "(E, C, H)" if masked else "(T, H)")
-        x_rows = x.reshape(-1, x.shape[-1])
+        x_rows = x.flatten(0, 1) if masked else x
         if probs is not None:
             check_float("probs", probs)
             check_shape("probs", probs, tuple(x.shape[:-1]), "(E, C)" if masked else "(T,)")
-            probs = probs.reshape(-1)
+            probs = probs.flatten() if masked else probs
             check_row_vector("probs", probs, x_rows.shape[0], like=x)
         self._check_weights(weights, x)
         dtype = _compute_dtype(x, weights)
