@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from grouped_experts.activations import ACTIVATIONS
 from grouped_experts.ops import portable
 from grouped_experts.ops.portable import k_grouped, launch, products, schedule
 
@@ -91,7 +92,7 @@ def inspect_kernel(name: str, arch: int, kernel: Any) -> Compiled:
 
 
 def launch_everything(rows: int, dtype: torch.dtype) -> None:
-    """Every kernel once, for a layer of E = 64 experts with T = `rows` rows, H = 256, I = 128."""
+    """Every kernel in every form, for a layer of E = 64 experts with T = `rows` rows, H = 256, I = 128."""
     experts, hidden, inner = 64, 256, 128
     x, h, a = (torch.empty(rows, n, dtype=dtype) for n in (hidden, 2 * inner, inner))
     w1, w2 = torch.empty(experts, 2 * inner, hidden, dtype=dtype), torch.empty(experts, hidden, inner, dtype=dtype)
@@ -99,15 +100,21 @@ def launch_everything(rows: int, dtype: torch.dtype) -> None:
     slots = torch.empty(rows // 2, 2, dtype=torch.int32)
     tiles = schedule.given_or_made(None, ends, ends, rows)
     portable.ranges_from_tensor(ends, 1, 0, rows, False)
+    portable.scheduled_ranges(ends, 0, rows, dtype)
     portable.m_grouped_gemm(x, w1, ends, ends, None, None, True, tiles)
     portable.m_grouped_gemm(h, w1, ends, ends, w2[:, :, 0].contiguous(), probs, False, tiles)
-    portable.fc1_activation(x, w1, ends, ends, w1[:, :, 0], probs, "swiglu", tiles)
-    portable.fc2_dgrad_activation(x, w2, h, ends, ends, probs, w2[:, :, 0], "swiglu", True, True, tiles)
+    deep_x, deep_w = torch.empty(rows, 1024, dtype=dtype), torch.empty(experts, hidden, 1024, dtype=dtype)
+    portable.m_grouped_gemm(deep_x, deep_w, ends, ends, None, None, True, tiles)
+    for activation in ACTIVATIONS if rows == 200 * experts else ["swiglu"]:
+        h_act, w_act = (h, w1) if ACTIVATIONS[activation].gated else (a, w1[:, :inner])
+        portable.fc1_activation(x, w_act, ends, ends, w_act[:, :, 0], probs, activation, tiles)
+        portable.fc2_dgrad_activation(x, w2, h_act, ends, ends, probs, w2[:, :, 0], activation, True, True, tiles)
     portable.k_grouped_gemm(x, a, ends, ends, dtype)
     portable.k_grouped_gemm_accumulate(torch.empty(experts, hidden, inner), x, a, ends, ends)
     portable.k_grouped_sum(x, ends, ends, probs, dtype)
-    portable.scaled_activation(h, probs, ends, ends, "swiglu")
-    portable.scaled_activation_backward(a, h, probs, ends, ends, "swiglu")
+    for bounds in ((ends, ends), (None, None)):
+        portable.scaled_activation(h, probs, *bounds, "swiglu")
+        portable.scaled_activation_backward(a, h, probs, *bounds, "swiglu")
     portable.permute(x[: rows // 2], slots, ends)
     portable.unpermute(x, slots, ends)
 

@@ -15,11 +15,30 @@ from grouped_experts.ops.portable.tiles import row_block
 
 
 @triton.jit
+def rows_of_program(tiles_ptr, num_rows, TILE: tl.constexpr, ROWS: tl.constexpr):
+    """The expert (-1: none), the rows m0 : end and how far an expert owns them: of a schedule's tiles of TILE rows,
+    ROWS to a program, or without a schedule of all rows; no rows for a program too many.
+    """
+    if tiles_ptr is None:
+        m0 = tl.program_id(0) * ROWS
+        return 0, m0, num_rows, num_rows
+    else:
+        slot = tl.program_id(0) // (TILE // ROWS)
+        known = slot < tl.load(tiles_ptr + 1)
+        tile = tiles_ptr + 4 * (1 + slot)
+        expert = tl.load(tile, mask=known, other=-1)
+        m0 = tl.load(tile + 1, mask=known, other=0) + tl.program_id(0) % (TILE // ROWS) * ROWS
+        end = tl.load(tile + 2, mask=known, other=0)
+        return expert, m0, end, tl.where(expert < 0, 0, end)
+
+
+@triton.jit
 def scaled_activation_kernel(
     h_ptr,  # (T, 2 I), or (T, I) without a gate
     probs_ptr,  # (T,) or None
-    tiles_ptr,  # (1 + tiles, 4)
+    tiles_ptr,  # (1 + tiles, 4), or None: every row is owned
     a_ptr,  # (T, I)
+    num_rows,
     I,
     stride_h,
     stride_hn,
@@ -30,12 +49,8 @@ def scaled_activation_kernel(
     BLOCK: tl.constexpr,
 ):
     """Grid (tiles * TILE / ROWS, column blocks). a = p * act(h); zero in rows of no expert."""
-    slot = tl.program_id(0) // (TILE // ROWS)
-    if slot < tl.load(tiles_ptr + 1):
-        expert = tl.load(tiles_ptr + 4 * (1 + slot))
-        m0 = tl.load(tiles_ptr + 4 * (1 + slot) + 1) + tl.program_id(0) % (TILE // ROWS) * ROWS
-        end = tl.load(tiles_ptr + 4 * (1 + slot) + 2)
-        owned_end = tl.where(expert < 0, 0, end)
+    _expert, m0, end, owned_end = rows_of_program(tiles_ptr, num_rows, TILE, ROWS)
+    if m0 < end:
         m = m0 + tl.arange(0, ROWS)
         n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = (m < end)[:, None] & (n < I)[None, :]
@@ -45,7 +60,7 @@ def scaled_activation_kernel(
         up = gate
         if GATED:
             up = tl.load(at + tl.cast(I, tl.int64) * stride_hn, mask=owned, other=0.0).to(tl.float32)
-        a = ACT(gate, up)
+        a = ACT(gate, up, h_ptr.dtype.element_ty == tl.float32)
         if probs_ptr is not None:
             a = tl.load(probs_ptr + m, mask=m < owned_end, other=0.0).to(tl.float32)[:, None] * a
         tl.store(a_ptr + m[:, None].to(tl.int64) * I + n[None, :], a.to(a_ptr.dtype.element_ty), mask=inside)
@@ -56,10 +71,11 @@ def scaled_activation_backward_kernel(
     da_ptr,  # (T, I)
     h_ptr,  # (T, 2 I), or (T, I) without a gate
     probs_ptr,  # (T,) or None
-    tiles_ptr,
+    tiles_ptr,  # (1 + tiles, 4), or None: every row is owned
     dh_ptr,  # the shape of h
     a_ptr,  # (T, I)
     dprobs_ptr,  # (T,)
+    num_rows,
     I,
     stride_da,
     stride_dan,
@@ -72,14 +88,11 @@ def scaled_activation_backward_kernel(
     BLOCK: tl.constexpr,
 ):
     """Grid (tiles * TILE / ROWS,). A program has whole rows, so that dprobs is summed in one order."""
-    slot = tl.program_id(0) // (TILE // ROWS)
-    if slot < tl.load(tiles_ptr + 1):
-        expert = tl.load(tiles_ptr + 4 * (1 + slot))
-        m0 = tl.load(tiles_ptr + 4 * (1 + slot) + 1) + tl.program_id(0) % (TILE // ROWS) * ROWS
-        end = tl.load(tiles_ptr + 4 * (1 + slot) + 2)
-        owned_end = tl.where(expert < 0, 0, end)
+    _expert, m0, end, owned_end = rows_of_program(tiles_ptr, num_rows, TILE, ROWS)
+    if m0 < end:
         m = m0 + tl.arange(0, ROWS)
         width = 2 * I if GATED else I
+        PRECISE: tl.constexpr = h_ptr.dtype.element_ty == tl.float32
         p = tl.full((ROWS,), 1.0, tl.float32)
         if probs_ptr is not None:
             p = tl.load(probs_ptr + m, mask=m < owned_end, other=0.0).to(tl.float32)
@@ -95,11 +108,11 @@ def scaled_activation_backward_kernel(
                 up = tl.load(at + tl.cast(I, tl.int64) * stride_hn, mask=owned, other=0.0).to(tl.float32)
             at_da = da_ptr + m[:, None].to(tl.int64) * stride_da + n[None, :].to(tl.int64) * stride_dan
             da = tl.load(at_da, mask=owned, other=0.0).to(tl.float32)
-            s = ACT[0](gate, up)
+            s = ACT[0](gate, up, PRECISE)
             total += tl.where(owned, da * s, 0.0)
             at_a = a_ptr + m[:, None].to(tl.int64) * I + n[None, :]
             tl.store(at_a, (p[:, None] * s).to(a_ptr.dtype.element_ty), mask=inside)
-            d_gate, d_up = ACT[1](p[:, None] * da, gate, up)
+            d_gate, d_up = ACT[1](p[:, None] * da, gate, up, PRECISE)
             at_dh = dh_ptr + m[:, None].to(tl.int64) * width + n[None, :]
             tl.store(at_dh, d_gate.to(dh_ptr.dtype.element_ty), mask=inside)
             if GATED:
@@ -123,12 +136,10 @@ def sum_partials_kernel(
     BLOCK: tl.constexpr,
 ):
     """Grid (tiles,). dprobs = sum of the partials, in ascending order, + dy . b2_e; zero in rows of no expert."""
-    slot = tl.program_id(0)
-    if slot < tl.load(tiles_ptr + 1):
-        expert = tl.load(tiles_ptr + 4 * (1 + slot))
-        m = tl.load(tiles_ptr + 4 * (1 + slot) + 1) + tl.arange(0, TILE)
-        end = tl.load(tiles_ptr + 4 * (1 + slot) + 2)
-        owned = m < tl.where(expert < 0, 0, end)
+    expert, m0, end, owned_end = rows_of_program(tiles_ptr, num_rows, TILE, TILE)
+    if m0 < end:
+        m = m0 + tl.arange(0, TILE)
+        owned = m < owned_end
         total = tl.zeros((TILE,), tl.float32)
         partial = partials_ptr + m
         for _ in range(0, num_columns):
@@ -152,18 +163,18 @@ def scaled_activation(
     columns = h.shape[1] // 2 if gate else h.shape[1]
     a = h.new_empty(h.shape[0], columns)
     if a.numel():
-        block = even_block(columns, 1024)
-        rows = max(8, 8192 // block)
-        tiles, block_m, rows, slots = elementwise_schedule(starts, ends, h, rows)
+        block = even_block(columns, 256)
+        tiles, tile_rows, rows, programs = programs_for(h, starts, ends, 16)
         kernel(
             scaled_activation_kernel,
             ACT=activations.VALUES[activation],
             GATED=gate,
-            TILE=block_m,
+            TILE=tile_rows,
             ROWS=rows,
             BLOCK=block,
-            num_warps=8,
-        ).launch((slots, cdiv(columns, block)), h.device, h, contiguous(probs), tiles, a, columns, *h.stride())
+        ).launch(
+            (programs, cdiv(columns, block)), h.device, h, contiguous(probs), tiles, a, h.shape[0], columns, *h.stride()
+        )
     return a
 
 
@@ -172,30 +183,38 @@ def scaled_activation_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dh, a, dprobs = h.new_empty(h.shape), da.new_empty(da.shape), h.new_empty(h.shape[0], dtype=torch.float32)
     if h.shape[0]:
-        block, warps = even_block(da.shape[1], 512), 8
-        tiles, block_m, rows, slots = elementwise_schedule(starts, ends, h, 8)
+        tiles, tile_rows, rows, programs = programs_for(h, starts, ends, 8)
         kernel(
             scaled_activation_backward_kernel,
             ACT=(activations.VALUES[activation], activations.GRADIENTS[activation]),
             GATED=get_activation(activation).gated,
-            TILE=block_m,
+            TILE=tile_rows,
             ROWS=rows,
-            BLOCK=block,
-            num_warps=warps,
+            BLOCK=max(16, even_block(da.shape[1], 128)),
         ).launch(
-            (slots,), h.device, da, h, contiguous(probs), tiles, dh, a, dprobs, da.shape[1], *da.stride(), *h.stride()
+            (programs,),
+            h.device,
+            da,
+            h,
+            contiguous(probs),
+            tiles,
+            dh,
+            a,
+            dprobs,
+            h.shape[0],
+            da.shape[1],
+            *da.stride(),
+            *h.stride(),
         )
     return dh, a, dprobs
 
 
-def elementwise_schedule(
-    starts: Tensor | None, ends: Tensor | None, h: Tensor, rows: int
-) -> tuple[Tensor, int, int, int]:
-    """The schedule of the ranges, or of one range of all rows; rows of its tiles, and of a program; programs."""
+def programs_for(
+    h: Tensor, starts: Tensor | None, ends: Tensor | None, rows: int
+) -> tuple[Tensor | None, int, int, int]:
+    """The schedule of the ranges, rows of its tiles, rows of a program, and programs; without ranges, of all rows."""
     if starts is None or ends is None:
-        starts = torch.zeros(1, dtype=torch.int32, device=h.device)
-        ends = torch.full((1,), h.shape[0], dtype=torch.int32, device=h.device)
-    block_m = row_block(h.shape[0], starts.shape[0])
-    rows = min(rows, block_m)
-    slots = max_tiles(h.shape[0], starts.shape[0], block_m) * (block_m // rows)
-    return given_or_made(None, starts, ends, h.shape[0]), block_m, rows, slots
+        return None, rows, rows, cdiv(h.shape[0], rows)
+    tile_rows = row_block(h.shape[0], starts.shape[0])
+    programs = max_tiles(h.shape[0], starts.shape[0], tile_rows) * (tile_rows // rows)
+    return given_or_made(None, starts, ends, h.shape[0]), tile_rows, rows, programs

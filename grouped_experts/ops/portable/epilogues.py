@@ -94,7 +94,7 @@ def activate(
     if GATED_H:
         up = acc_up.to(h_ptr.dtype.element_ty)
         store_rows(h, h_ptr, up, m0, end, n0, N, 1, PARTS, TMA, BLOCK_M, BLOCK_N)
-    s = ACT(gate.to(tl.float32), up.to(tl.float32))
+    s = ACT(gate.to(tl.float32), up.to(tl.float32), h_ptr.dtype.element_ty == tl.float32)
     if probs_ptr is not None:
         s = tl.load(probs_ptr + m, mask=m < end, other=0.0).to(tl.float32)[:, None] * s
     store_rows(a, a_ptr, s, m0, end, n0, N, 0, 1, TMA, BLOCK_M, BLOCK_N)
@@ -131,19 +131,20 @@ def activate_backward(
     m = m0 + tl.arange(0, BLOCK_M)
     n = n0 + tl.arange(0, BLOCK_N)
     PARTS: tl.constexpr = 2 if GATED_H else 1
+    PRECISE: tl.constexpr = h_ptr.dtype.element_ty == tl.float32
     gate = ahead[0].to(tl.float32)
     up = ahead[1].to(tl.float32)
     p = tl.full((BLOCK_M,), 1.0, tl.float32)
     if probs_ptr is not None:
         p = tl.load(probs_ptr + m, mask=m < end, other=0.0).to(tl.float32)
     if a_ptr is not None or partials_ptr is not None:
-        s = ACT[0](gate, up)
+        s = ACT[0](gate, up, PRECISE)
         if partials_ptr is not None:
             partial = tl.sum(tl.where((n < N)[None, :], acc * s, 0.0), 1)
             tl.store(partials_ptr + tl.cast(i_n, tl.int64) * num_rows + m, partial, mask=m < end)
         if a_ptr is not None:
             store_rows(a, a_ptr, p[:, None] * s, m0, end, n0, N, 0, 1, TMA, BLOCK_M, BLOCK_N)
-    d_gate, d_up = ACT[1](p[:, None] * acc, gate, up)
+    d_gate, d_up = ACT[1](p[:, None] * acc, gate, up, PRECISE)
     store_rows(y, y_ptr, d_gate, m0, end, n0, N, 0, PARTS, TMA, BLOCK_M, BLOCK_N)
     if GATED_H:
         store_rows(y, y_ptr, d_up, m0, end, n0, N, 1, PARTS, TMA, BLOCK_M, BLOCK_N)

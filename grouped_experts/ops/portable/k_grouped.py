@@ -19,9 +19,9 @@ from grouped_experts.ops.portable.launch import (
     num_processors,
     suits_tma,
 )
-from grouped_experts.ops.portable.m_grouped import halves, tile_position
+from grouped_experts.ops.portable.m_grouped import add_product, halves, tile_position
 from grouped_experts.ops.portable.schedule import load_range
-from grouped_experts.ops.portable.tiles import Tile, choose_tile, row_block
+from grouped_experts.ops.portable.tiles import Tile, choose_tile, contraction, row_block
 
 
 @triton.jit
@@ -83,12 +83,12 @@ def k_grouped_kernel(
             else:
                 a = load_block(a_ptr, t0, end, m0, M, stride_at, stride_am, BLOCK_T, BLOCK_M)
                 b = load_block(b_ptr, t0, end, n0, N, stride_bt, stride_bn, BLOCK_T, BLOCK_N)
-            acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+            acc = add_product(acc, a.T, b, i, PRECISION)
         rest = start + full * BLOCK_T
         if rest < end:
             a = load_block(a_ptr, rest, end, m0, M, stride_at, stride_am, BLOCK_T, BLOCK_M)
             b = load_block(b_ptr, rest, end, n0, N, stride_bt, stride_bn, BLOCK_T, BLOCK_N)
-            acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+            acc = add_product(acc, a.T, b, 0, PRECISION)
         if HALVES:
             left, right = halves(acc)
             store_tile(c_desc, c_ptr, left, e, m0, M, n0, N, stride_ce, stride_cm, stride_cn, ACCUMULATE, TMA_C)
@@ -175,7 +175,8 @@ def launch_k_grouped(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tens
     num_experts, rows, columns = c.shape
     if c.numel() == 0:
         return
-    tile = choose_tile("wgrad", a.dtype, capability(a.device), row_block(a.shape[0], num_experts))
+    block, depth = row_block(a.shape[0], num_experts), contraction(a.shape[0] // num_experts)
+    tile = choose_tile("wgrad", a.dtype, capability(a.device), block, depth)
     tma = tile.tma_rows and suits_tma(a) and suits_tma(b)
     block_c = [tile.block_m, tile.block_n // tile.split]  # halves are stored by themselves
     tma_c = tile.tma_out and suits_tma(c) and c.is_contiguous() and rows % tile.block_m == 0

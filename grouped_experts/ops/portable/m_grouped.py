@@ -62,6 +62,16 @@ def load_weight(
 
 
 @triton.jit
+def add_product(acc, left, right, step, PRECISION: tl.constexpr):
+    """acc + left @ right. True fp32 sums every step by itself: one long chain of additions is less accurate."""
+    if PRECISION == "ieee" and left.dtype == tl.float32:
+        nothing = tl.zeros_like(acc) + tl.where(step < 0, 1.0, 0.0)  # or the compiler makes one chain of it again
+        return acc + tl.dot(left, right, nothing, input_precision=PRECISION)
+    else:
+        return tl.dot(left, right, acc, input_precision=PRECISION)
+
+
+@triton.jit
 def m_grouped_kernel(
     x,  # (T, K), descriptor or pointer
     w,  # (E, N, K), or (E, K, N) without TRANSPOSE_W; with a gate (E, 2 N, K)
@@ -128,13 +138,13 @@ def m_grouped_kernel(
                 weight_up = load_weight(
                     w, e, N + n0, 2 * N, k0, K, stride_we, stride_wn, stride_wk, TMA_W, TRANSPOSE_W, BLOCK_N, BLOCK_K
                 )
-                acc = tl.dot(rows, weight, acc, input_precision=PRECISION)
-                acc_up = tl.dot(rows, weight_up, acc_up, input_precision=PRECISION)
+                acc = add_product(acc, rows, weight, i, PRECISION)
+                acc_up = add_product(acc_up, rows, weight_up, i, PRECISION)
             else:
                 weight = load_weight(
                     w, e, n0, N, k0, K, stride_we, stride_wn, stride_wk, TMA_W, TRANSPOSE_W, BLOCK_N, BLOCK_K
                 )
-                acc = tl.dot(rows, weight, acc, input_precision=PRECISION)
+                acc = add_product(acc, rows, weight, i, PRECISION)
         if SPLIT == 1:
             EPILOGUE(
                 acc, acc_up, ahead, expert, m0, end, n0, i_n, y, a, h, y_ptr, a_ptr, h_ptr, bias_ptr, probs_ptr,

@@ -25,7 +25,7 @@ from grouped_experts.ops.portable.launch import (
 )
 from grouped_experts.ops.portable.m_grouped import m_grouped_kernel
 from grouped_experts.ops.portable.schedule import given_or_made, max_tiles
-from grouped_experts.ops.portable.tiles import SHALLOW, Tile, choose_tile, row_block
+from grouped_experts.ops.portable.tiles import Tile, choose_tile, contraction, row_block
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +151,7 @@ def m_grouped_gemm(
     if y.numel():
         tiles = given_or_made(tiles, starts, ends, x.shape[0])
         block = row_block(x.shape[0], w.shape[0])
-        tile = choose_tile("product", x.dtype, capability(x.device), block, shallow=x.shape[1] <= SHALLOW)
+        tile = choose_tile("product", x.dtype, capability(x.device), block, contraction(x.shape[1]))
         scale = contiguous(bias_scale)
         launch_m_grouped(STORE, x, w, tiles, tile, columns, transpose_w, y=y, bias=contiguous(bias), probs=scale)
     return y

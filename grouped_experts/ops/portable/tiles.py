@@ -21,7 +21,7 @@ class Tile:
     stages: int
     split: int = 1  # parts of the columns that the epilogue takes one by one, for want of registers or shared memory
     per_processor: int = 1  # programs on each multiprocessor: with two, one computes while the other stores
-    group_m: int = 8
+    group_m: int = 4  # tiles of rows that share a column of tiles, so that both operands stay in the L2 cache
     tma_rows: bool = True  # rows through TMA, where they suit it: a launch on the host costs less without
     tma_out: bool = True  # outputs through TMA, likewise
 
@@ -32,35 +32,36 @@ def row_block(num_rows: int, num_experts: int) -> int:
     return next((block for block in ROW_BLOCKS if mean <= block), ROW_BLOCKS[-1])
 
 
-# By rows of a tile. "product": a plain store; "shallow": the same where little is contracted, so that stores weigh;
-# "fc1": gate and up side by side, twice block_n columns of weight; "dgrad": the activation's backward in the epilogue.
-# 128 x 256 x 64 at three stages takes 144 KiB of shared memory.
+# By rows of a tile. "product": a plain store; "fc1": gate and up side by side, twice block_n columns of weight;
+# "dgrad": the activation's backward in the epilogue. "shallow" and "deep": where little or much is contracted, so that
+# stores weigh more or less. 128 x 256 x 64 at three stages takes 144 KiB of shared memory.
 HOPPER = {
     "product": {
         16: Tile(16, 128, 128, 4, 4, tma_rows=False, tma_out=False),
         32: Tile(32, 128, 128, 4, 4, tma_rows=False, tma_out=False),
-        64: Tile(64, 256, 64, 4, 4, tma_out=False),
+        64: Tile(64, 256, 64, 8, 4, tma_out=False),
         128: Tile(128, 256, 64, 8, 3, tma_out=False),
     },
-    "shallow": {128: Tile(128, 128, 64, 4, 3, split=2, per_processor=2)},
+    "product, shallow": {128: Tile(128, 128, 64, 4, 3, split=2, per_processor=2)},
     "fc1": {
         16: Tile(16, 64, 128, 4, 4, tma_rows=False, tma_out=False),
         32: Tile(32, 64, 128, 4, 4, tma_rows=False, tma_out=False),
         64: Tile(64, 64, 64, 4, 3, per_processor=2, tma_out=False),
-        128: Tile(128, 64, 64, 4, 3, per_processor=2, tma_out=False),
+        128: Tile(128, 64, 64, 4, 3, per_processor=2),
     },
     "dgrad": {
         16: Tile(16, 64, 128, 4, 4, tma_rows=False, tma_out=False),
         32: Tile(32, 64, 128, 4, 4, tma_rows=False, tma_out=False),
         64: Tile(64, 64, 64, 4, 4, split=2, tma_out=False),
-        128: Tile(128, 128, 64, 8, 4, split=4, tma_out=False),
+        128: Tile(128, 128, 64, 8, 4, split=4, group_m=2, tma_out=False),
     },
     "wgrad": {
         16: Tile(128, 128, 32, 4, 4, split=2, per_processor=2, tma_rows=False, tma_out=False),
         32: Tile(128, 128, 32, 4, 4, split=2, per_processor=2, tma_rows=False, tma_out=False),
-        64: Tile(128, 128, 64, 4, 3, split=2, per_processor=2),
-        128: Tile(128, 128, 64, 4, 3, split=2, per_processor=2),
+        64: Tile(128, 128, 32, 4, 5, split=2, per_processor=2, tma_out=False),
+        128: Tile(128, 128, 32, 4, 5, split=2, per_processor=2, tma_out=False),
     },
+    "wgrad, deep": {128: Tile(128, 128, 32, 4, 4, split=2, per_processor=2, tma_out=False)},
 }
 
 # 99 KiB of shared memory is what sm_86, sm_89 and sm_120 have.
@@ -95,10 +96,12 @@ FLOAT32 = {
         for block in ROW_BLOCKS
     }
     for kind in ("product", "fc1", "dgrad")
-} | {"wgrad": {block: Tile(64, 64, 16, 4, 2, split=2) for block in ROW_BLOCKS}}
+} | {"wgrad": {block: Tile(64, 64, 16, 8, 2) for block in ROW_BLOCKS}}
 
 
-SHALLOW = 768  # columns contracted, at most
+def contraction(depth: int) -> str:
+    """The bucket of a contraction over `depth` columns, or for wgrad over as many rows an expert."""
+    return "shallow" if depth <= 768 else "deep" if depth >= 2048 else ""
 
 
 def table(dtype: torch.dtype, capability: int) -> dict[str, dict[int, Tile]]:
@@ -108,12 +111,7 @@ def table(dtype: torch.dtype, capability: int) -> dict[str, dict[int, Tile]]:
 
 
 @functools.cache
-def choose_tile(kind: str, dtype: torch.dtype, capability: int, rows: int, shallow: bool = False) -> Tile:
-    """kind: "product", "fc1", "dgrad" or "wgrad"; rows: `row_block`, for wgrad a hint of how much is contracted.
-
-    shallow: at most SHALLOW columns are contracted.
-    """
+def choose_tile(kind: str, dtype: torch.dtype, capability: int, rows: int, contraction: str = "") -> Tile:
+    """kind: "product", "fc1", "dgrad" or "wgrad"; rows: `row_block`, for wgrad a hint only."""
     tiles = table(dtype, capability)
-    if shallow and kind == "product" and rows in tiles.get("shallow", {}):
-        return tiles["shallow"][rows]
-    return tiles[kind][rows]
+    return tiles.get(f"{kind}, {contraction}", {}).get(rows) or tiles[kind][rows]
