@@ -312,6 +312,20 @@ def test_every_part_of_dh_on_its_own(device: str) -> None:
     torch.testing.assert_close(dh, torch.tensor([[1.5, 0.0]], device=device))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy, in the interpreter
+@pytest.mark.parametrize("intermediate", [24, 128])
+def test_inf_in_dy_reaches_dprobs(intermediate: int, device: str) -> None:
+    """As Inf, also where the tiles are wider than the intermediate size: there lies 0 * Inf."""
+    rows = RowRanges.contiguous([2, 1], num_rows=3, device=device)
+    dy = torch.ones(3, 16, device=device)
+    dy[1, 5] = float("inf")
+    fc2_weight = torch.ones(2, 16, intermediate, device=device)
+    h = torch.ones(3, 2 * intermediate, device=device)
+    dprobs = fc2_dgrad_activation(dy, fc2_weight, h, rows)[2]
+    assert dprobs.isinf().tolist() == [False, True, False]
+    assert not dprobs.isnan().any()
+
+
 def test_unit_layer(device: str) -> None:
     """x = 1, W1 = 1 / H, so h = 1; dy = 1, W2 = (e + 1) / I, so da = (e + 1) H / I."""
     counts, hidden, intermediate, prob = [3, 0, 5, 2, 0, 1], 64, 32, 0.5

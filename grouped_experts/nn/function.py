@@ -115,6 +115,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         saved = ctx.saved_tensors  # which may run a forward again, under activation checkpointing
         with torch.no_grad(), below_autograd():
             dx, dprobs, pending = _backward(ctx, dy, *saved)
+            del saved  # copies, under some hooks: not to be held while the weights' gradients are computed
             d_weights: dict[str, Tensor] = {}
             d_anchor = None
             if ctx.deferral is None:
@@ -144,11 +145,11 @@ def _forward(
     """y, with what the wanted gradients need saved in ctx."""
     need_x, need_probs = ctx.needs_input_grad[:2]
     needs = Needs(*ctx.needs_input_grad[2:6]) if deferral is None else deferral.weights.need_grad()
-    x_in = x.to(dtype)
+    x_in = _cast(x, dtype)
     fc1_weight, fc2_weight, fc1_bias, fc2_bias = weights
-    w1, w2 = fc1_weight.to(dtype), fc2_weight.to(dtype)
-    b1 = None if fc1_bias is None else fc1_bias.to(dtype)
-    b2 = None if fc2_bias is None else fc2_bias.to(dtype)
+    w1, w2 = _cast(fc1_weight, dtype), _cast(fc2_weight, dtype)
+    b1 = None if fc1_bias is None else _cast(fc1_bias, dtype)
+    b2 = None if fc2_bias is None else _cast(fc2_bias, dtype)
     starts, ends = rows.starts, rows.ends
     tiles = tile_schedule_op(starts, ends, x.shape[0], dtype) if tiles is None else tiles
     h, a = fc1_activation_op(x_in, w1, starts, ends, b1, probs, activation, tiles)
@@ -171,6 +172,11 @@ def _forward(
     ctx.x_dtype, ctx.dtype, ctx.activation, ctx.deferral = x.dtype, dtype, activation, deferral
     ctx.weight_dtypes = tuple(None if w is None else w.dtype for w in weights)
     return y
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`to`, which takes ten times as long to find that there is nothing to do."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _backward(
@@ -196,19 +202,31 @@ def _backward(
     a: Any = None
     dx = dprobs = None
     if ctx.need_da:
-        b2 = None if fc2_bias is None else fc2_bias.to(dtype)
+        b2 = None if fc2_bias is None else _cast(fc2_bias, dtype)
         dh, a, dprobs = fc2_dgrad_activation_op(
-            dy, fc2_weight.to(dtype), h, starts, ends, probs, b2, ctx.activation, needs.fc2_weight, need_probs, tiles
+            dy,
+            _cast(fc2_weight, dtype),
+            h,
+            starts,
+            ends,
+            probs,
+            b2,
+            ctx.activation,
+            needs.fc2_weight,
+            need_probs,
+            tiles,
         )
-        dprobs = dprobs.to(probs.dtype) if probs is not None and need_probs else None
+        dprobs = _cast(dprobs, probs.dtype) if probs is not None and need_probs else None
     elif needs.fc2_weight:
         a = scaled_activation_op(h, probs, starts, ends, ctx.activation)
     if need_x:
-        dx = m_grouped_gemm_op(dh, fc1_weight.to(dtype), starts, ends, None, None, False, tiles).to(ctx.x_dtype)
+        dx = m_grouped_gemm_op(dh, _cast(fc1_weight, dtype), starts, ends, None, None, False, tiles)
+        dx = _cast(dx, ctx.x_dtype)
 
     live = Weights(None, None) if ctx.deferral is None else ctx.deferral.weights  # type: ignore[arg-type]
-    detached: Any = (None if t is None else t.detach() for t in (dy, x, probs))
-    dy, x, probs = detached  # what waits keeps no graph alive
+    if ctx.deferral is not None:  # what waits keeps no graph alive
+        detached: Any = (None if t is None else t.detach() for t in (dy, x, probs))
+        dy, x, probs = detached
     fc1_dtype, fc2_dtype, fc1_bias_dtype, fc2_bias_dtype = ctx.weight_dtypes
     pending = []
     if needs.fc2_weight:

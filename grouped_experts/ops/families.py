@@ -57,7 +57,7 @@ def by_family(name: str, reference: Callable[..., Any] | None = None, operands: 
     """
 
     def call(*args: Any) -> Any:
-        dtypes = [a.dtype for a in args[:operands]] + [a for a in args if type(a) is torch.dtype]
+        dtypes = (*[a.dtype for a in args[:operands]], *[a for a in args if type(a) is torch.dtype])
         family = choose_family(args[0].device, dtypes)
         if family == "reference" and reference is not None:
             return reference(*args)

@@ -123,7 +123,7 @@ def k_grouped_sum(a: Tensor, starts: Tensor, ends: Tensor, scale: Tensor | None,
 
 # ---- activation, scaled by the router prob
 
-BLOCK_ELEMENTS = 2**19  # of h: their temporaries stay in the cache
+BLOCK_ELEMENTS = 2**20  # of h: their temporaries stay in the cache, their loops are long enough
 
 
 def activation_blocks(

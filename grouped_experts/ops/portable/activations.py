@@ -55,17 +55,21 @@ def geglu_gradient(ds, gate, up, PRECISE: tl.constexpr):
 
 
 @triton.jit
+def clamped(gate, up):
+    """NaN passes, as it does through torch.clamp."""
+    g = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return g, tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def clamped_swiglu(gate, up, PRECISE: tl.constexpr):
-    # A comparison with NaN is false, so that NaN passes, as it does through torch.clamp.
-    gate = tl.where(gate > LIMIT, LIMIT, gate)
-    up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    return gate * sigmoid(gate * ALPHA, PRECISE) * (up + 1.0)
+    g, u = clamped(gate, up)
+    return g * sigmoid(g * ALPHA, PRECISE) * (u + 1.0)
 
 
 @triton.jit
 def clamped_swiglu_gradient(ds, gate, up, PRECISE: tl.constexpr):
-    g = tl.where(gate > LIMIT, LIMIT, gate)
-    u = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    g, u = clamped(gate, up)
     s = sigmoid(g * ALPHA, PRECISE)
     swish = g * s
     d_gate = ds * (u + 1.0) * (s + swish * ALPHA * (1.0 - s))

@@ -1,9 +1,10 @@
 """What becomes of a finished tile: a plain store, fc1's activation, or the activation's backward behind fc2's dgrad.
 
 Each takes the same arguments and uses what it needs: acc (and acc_up) (BLOCK_M, BLOCK_N) fp32, the tile's expert (-1:
-rows of no expert), rows m0 : end, columns n0.. of N, and pointers to contiguous tensors. y, a and h come twice, as
-descriptor and as pointer: with TMA, a tile full of rows goes through the descriptor. A tensor with a gate has its parts
-side by side, (T, 2 N); with TMA, N is a multiple of the tile, so that no tile of the gate runs into the up projection.
+rows of no expert), rows m0 : end, columns n0.. of N, i_n (which block of columns), and pointers to contiguous tensors.
+ahead: what `load_h` gave before it was needed. y, a and h come twice, as descriptor and as pointer: with TMA, a tile
+full of rows goes through the descriptor. A tensor with a gate has its parts side by side, (T, 2 N); with TMA, N is a
+multiple of the tile, so that no tile of the gate runs into the up projection.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def store_product(
     N,
     ACT: tl.constexpr,
     GATED_H: tl.constexpr,
+    EVEN_N: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -76,6 +78,7 @@ def activate(
     N,
     ACT: tl.constexpr,  # value of the activation
     GATED_H: tl.constexpr,
+    EVEN_N: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -123,13 +126,13 @@ def activate_backward(
     N,
     ACT: tl.constexpr,  # (value, gradient) of the activation
     GATED_H: tl.constexpr,
+    EVEN_N: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """dh = act'(h) (p * da), a = p * act(h), partials = sum of da * act(h) over the tile's columns."""
     m = m0 + tl.arange(0, BLOCK_M)
-    n = n0 + tl.arange(0, BLOCK_N)
     PARTS: tl.constexpr = 2 if GATED_H else 1
     PRECISE: tl.constexpr = h_ptr.dtype.element_ty == tl.float32
     gate = ahead[0].to(tl.float32)
@@ -140,7 +143,10 @@ def activate_backward(
     if a_ptr is not None or partials_ptr is not None:
         s = ACT[0](gate, up, PRECISE)
         if partials_ptr is not None:
-            partial = tl.sum(tl.where((n < N)[None, :], acc * s, 0.0), 1)
+            total = acc * s
+            if not EVEN_N:  # behind column N stands 0 * dy, which is NaN for a dy of Inf
+                total = tl.where((n0 + tl.arange(0, BLOCK_N) < N)[None, :], total, 0.0)
+            partial = tl.sum(total, 1)
             tl.store(partials_ptr + tl.cast(i_n, tl.int64) * num_rows + m, partial, mask=m < end)
         if a_ptr is not None:
             store_rows(a, a_ptr, p[:, None] * s, m0, end, n0, N, 0, 1, TMA, BLOCK_M, BLOCK_N)

@@ -178,7 +178,8 @@ def launch_k_grouped(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tens
     block, depth = row_block(a.shape[0], num_experts), contraction(a.shape[0] // num_experts)
     tile = choose_tile("wgrad", a.dtype, capability(a.device), block, depth)
     tma = tile.tma_rows and suits_tma(a) and suits_tma(b)
-    block_c = [tile.block_m, tile.block_n // tile.split]  # halves are stored by themselves
+    assert tile.split <= 2, tile
+    block_c = [tile.block_m, tile.block_n // tile.split]  # each half is stored by itself
     tma_c = tile.tma_out and suits_tma(c) and c.is_contiguous() and rows % tile.block_m == 0
     tiles = num_experts * cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n)
     programs = min(tile.per_processor * num_processors(a.device), tiles)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Hashable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +20,8 @@ class Kernel:
 
     A launch is `kernel[grid](*args, **constants, **options)` at a third of its cost on the host: Triton binds and
     specializes every argument anew each time, where here the compiled kernel is found by what Triton specializes on.
+    Triton's knobs count when a kernel is launched for the first time; hooks count always. On AMD's GPUs, for which
+    Triton specializes on more, every launch is Triton's own.
     """
 
     def __init__(self, function: Any, num_warps: int, num_stages: int, constants: dict[str, Any]) -> None:
@@ -33,20 +33,23 @@ class Kernel:
 
     def launch(self, grid: tuple[int, ...], device: torch.device, *args: Any) -> None:
         """On the current stream of `device`, wherever the caller is."""
-        with _current_device(device):
-            key = (device, *_specialization(args))
-            compiled = self._compiled.get(key)
-            if compiled is None or self._is_watched():
-                made = self.function[grid](*args, **self.constants, **self.options)
-                if isinstance(made, CompiledKernel):  # not so in the interpreter
-                    self._compiled[key] = Compiled(made.run, made.function, made.packed_metadata)
-            else:
-                x, y, *_ = (*grid, 1)
-                stream = torch._C._cuda_getCurrentRawStream(device.index)
-                # As JITFunction.run calls it, without hooks.
-                compiled.run(
-                    x, y, 1, stream, compiled.function, compiled.metadata, None, None, None, *args, *self._values
-                )
+        if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):  # Triton launches on the current device, wherever the tensors are
+                return self.launch(grid, device, *args)
+        key = (device, *_specialization(args))
+        compiled = self._compiled.get(key)
+        watched = self._is_watched()
+        if compiled is None or watched:
+            made = self.function[grid](*args, **self.constants, **self.options)
+            # In the interpreter nothing is compiled; what is compiled for a profiler is not for later.
+            if isinstance(made, CompiledKernel) and not watched and torch.version.hip is None:
+                self._compiled[key] = Compiled(made, made.run, made.function, made.packed_metadata)
+            return None
+        x, y = grid if len(grid) == 2 else (*grid, 1)
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        # As JITFunction.run calls it, without hooks.
+        compiled.run(x, y, 1, stream, compiled.function, compiled.metadata, None, None, None, *args, *self._values)
+        return None
 
     def _is_watched(self) -> bool:
         """Hooks, such as those of a profiler, see a launch only through Triton's own."""
@@ -55,8 +58,9 @@ class Kernel:
 
 
 class Compiled(NamedTuple):
-    """What Triton calls to launch a compiled kernel."""
+    """What Triton calls to launch a compiled kernel, and the kernel, which owns the rest."""
 
+    owner: CompiledKernel
     run: Any
     function: int
     metadata: Any
@@ -84,12 +88,6 @@ def _specialization(args: tuple[Any, ...]) -> list[Hashable]:
         else (arg.dtype,)
         for arg in args
     ]
-
-
-def _current_device(device: torch.device) -> AbstractContextManager[None]:
-    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():  # a third of current_device()'s cost
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
 
 
 @functools.cache

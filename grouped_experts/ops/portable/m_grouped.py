@@ -96,8 +96,9 @@ def m_grouped_kernel(
     EPILOGUE: tl.constexpr,
     AHEAD: tl.constexpr,  # what the epilogue reads, loaded before it is needed, or None
     ACT: tl.constexpr,
-    GATED: tl.constexpr,  # the products with rows n and N + n of the weight side by side
+    TWO_PRODUCTS: tl.constexpr,  # the products with rows n and N + n of the weight side by side
     GATED_H: tl.constexpr,
+    EVEN_N: tl.constexpr,  # N is a multiple of BLOCK_N
     SPLIT: tl.constexpr,  # 1, 2 or 4: parts of the columns that the epilogue takes, each by itself
     GAPS: tl.constexpr,  # 1: rows of no expert are tiles as well, with a product of zero
     TRANSPOSE_W: tl.constexpr,
@@ -131,7 +132,7 @@ def m_grouped_kernel(
         for i in range(0, steps):
             k0 = i * BLOCK_K
             rows = load_rows(x, m0, end, k0, K, stride_xm, stride_xk, TMA_X, BLOCK_M, BLOCK_K)
-            if GATED:
+            if TWO_PRODUCTS:
                 weight = load_weight(
                     w, e, n0, N, k0, K, stride_we, stride_wn, stride_wk, TMA_W, TRANSPOSE_W, BLOCK_N, BLOCK_K
                 )
@@ -148,7 +149,7 @@ def m_grouped_kernel(
         if SPLIT == 1:
             EPILOGUE(
                 acc, acc_up, ahead, expert, m0, end, n0, i_n, y, a, h, y_ptr, a_ptr, h_ptr, bias_ptr, probs_ptr,
-                partials_ptr, num_rows, N, ACT, GATED_H, TMA_OUT, BLOCK_M, BLOCK_N
+                partials_ptr, num_rows, N, ACT, GATED_H, EVEN_N, TMA_OUT, BLOCK_M, BLOCK_N
             )  # fmt: skip
         else:
             # One part of the columns after the other, for epilogues that need more registers than a whole tile leaves.
@@ -163,7 +164,7 @@ def m_grouped_kernel(
                     following = AHEAD(h, h_ptr, m0, end, n0 + (i + 1) * WIDTH, N, GATED_H, TMA_OUT, BLOCK_M, WIDTH)
                 EPILOGUE(
                     part, part, ahead, expert, m0, end, n0 + i * WIDTH, SPLIT * i_n + i, y, a, h, y_ptr, a_ptr, h_ptr,
-                    bias_ptr, probs_ptr, partials_ptr, num_rows, N, ACT, GATED_H, TMA_OUT, BLOCK_M, WIDTH
+                    bias_ptr, probs_ptr, partials_ptr, num_rows, N, ACT, GATED_H, EVEN_N, TMA_OUT, BLOCK_M, WIDTH
                 )  # fmt: skip
                 ahead = following
 

@@ -59,7 +59,8 @@ def unpermute_kernel(
 def permute(x: Tensor, slot_to_row: Tensor, row_to_slot: Tensor) -> Tensor:
     y = x.new_empty(row_to_slot.shape[0], x.shape[1])
     if y.numel():
-        block, rows = even_block(x.shape[1], 256), 8
+        block = even_block(x.shape[1], 256)
+        rows = max(8, 1024 // block)
         kernel(permute_kernel, ROWS=rows, BLOCK=block).launch(
             (cdiv(y.shape[0], rows), cdiv(x.shape[1], block)),
             x.device,

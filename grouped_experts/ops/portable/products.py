@@ -83,9 +83,10 @@ def launch_m_grouped(
     if tile.tma_out and (columns % tile.block_n == 0 or not epilogue.gated_h):
         given = [out for out in (y, a, h) if out is not None]
         if all(map(suits_tma, given)):
-            block_y = [tile.block_m, tile.block_n // tile.split]  # halves by themselves
+            block_y = [tile.block_m, tile.block_n // tile.split]  # each part by itself
             outputs = tuple(None if out is None else descriptor(out, block_y) for out in (y, a, h))
-    m_grouped(epilogue, tile, transpose_w, tma_x, tma_w, outputs != (None, None, None), dot_precision(x.dtype)).launch(
+    even, tma_out = columns % tile.block_n == 0, outputs != (None, None, None)
+    m_grouped(epilogue, tile, transpose_w, even, tma_x, tma_w, tma_out, dot_precision(x.dtype)).launch(
         (programs,),
         x.device,
         descriptor(x, [tile.block_m, tile.block_k]) if tma_x else x,
@@ -111,15 +112,23 @@ def launch_m_grouped(
 
 @functools.cache
 def m_grouped(
-    epilogue: Epilogue, tile: Tile, transpose_w: bool, tma_x: bool, tma_w: bool, tma_out: bool, precision: str
+    epilogue: Epilogue,
+    tile: Tile,
+    transpose_w: bool,
+    even: bool,
+    tma_x: bool,
+    tma_w: bool,
+    tma_out: bool,
+    precision: str,
 ) -> Kernel:
     return kernel(
         m_grouped_kernel,
         EPILOGUE=epilogue.function,
         AHEAD=epilogue.ahead,
         ACT=epilogue.act,
-        GATED=epilogue.two_products,
+        TWO_PRODUCTS=epilogue.two_products,
         GATED_H=epilogue.gated_h,
+        EVEN_N=even,
         SPLIT=tile.split,
         GAPS=int(epilogue.gaps),
         TRANSPOSE_W=transpose_w,

@@ -49,9 +49,8 @@ def schedule_kernel(
     tiles_ptr,  # (1 + max_tiles, 4)
     num_rows,
     num_experts,
-    stride,
-    alignment,
-    capacity,
+    stride,  # of counts
+    capacity,  # with MASKED
     MASKED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,  # at least E + 1
@@ -64,10 +63,8 @@ def schedule_kernel(
     e = tl.arange(0, BLOCK_E)
     # The end of the last range with rows before e's: an empty range may lie anywhere.
     if counts_ptr is not None:
-        start, end = counted_range(counts_ptr, e, stride, num_experts, alignment, capacity, num_rows, MASKED)
-        start_before, end_before = counted_range(
-            counts_ptr, e - 1, stride, num_experts, alignment, capacity, num_rows, MASKED
-        )
+        start, end = counted_range(counts_ptr, e, stride, num_experts, 1, capacity, num_rows, MASKED)
+        start_before, end_before = counted_range(counts_ptr, e - 1, stride, num_experts, 1, capacity, num_rows, MASKED)
         mine = (e == tl.program_id(0)) & (e < num_experts)
         tl.store(starts_ptr + e, start, mask=mine)
         tl.store(ends_ptr + e, end, mask=mine)
@@ -132,18 +129,18 @@ def counted_range(counts_ptr, e, stride, num_experts, alignment, capacity, limit
 def build_schedule(starts: Tensor, ends: Tensor, num_rows: int, block_m: int) -> Tensor:
     """block_m: rows of a tile, at least SMALLEST_TILE, for which the schedule has room."""
     tiles = starts.new_empty(schedule_size(num_rows, starts.shape[0]), 4)
-    schedule(starts.shape[0], block_m, False).launch(
-        (starts.shape[0] + 1,), starts.device, None, starts, ends, tiles, num_rows, starts.shape[0], 1, 1, 1
+    schedule_kernel_for(starts.shape[0], block_m, masked=False).launch(
+        (starts.shape[0] + 1,), starts.device, None, starts, ends, tiles, num_rows, starts.shape[0], 1, 1
     )
     return tiles
 
 
 def scheduled_ranges(counts: Tensor, capacity: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """starts, ends and their tiles. Capacity 0: contiguous, else masked."""
+    """starts, ends and their tiles. Capacity 0: contiguous, else masked. Of counts on a GPU."""
     num_experts = counts.shape[0]
     starts, ends = (torch.empty(num_experts, dtype=torch.int32, device=counts.device) for _ in range(2))
     tiles = starts.new_empty(schedule_size(num_rows, num_experts), 4)
-    schedule(num_experts, row_block(num_rows, num_experts), capacity > 0).launch(
+    schedule_kernel_for(num_experts, row_block(num_rows, num_experts), masked=capacity > 0).launch(
         (num_experts + 1,),
         counts.device,
         counts,
@@ -153,14 +150,13 @@ def scheduled_ranges(counts: Tensor, capacity: int, num_rows: int, dtype: torch.
         num_rows,
         num_experts,
         counts.stride(0),
-        1,
         capacity,
     )
     return starts, ends, tiles
 
 
 @functools.cache
-def schedule(num_experts: int, block_m: int, masked: bool) -> Kernel:
+def schedule_kernel_for(num_experts: int, block_m: int, masked: bool) -> Kernel:
     block_e = next_power_of_2(num_experts + 1)
     return kernel(schedule_kernel, MASKED=masked, BLOCK_M=block_m, BLOCK_E=block_e, LANES=32)
 
@@ -202,7 +198,7 @@ def ranges_from_tensor(
     # Two allocations: inductor counts on outputs that are aligned to 16 bytes.
     starts, ends = (torch.empty(counts.shape, dtype=torch.int32, device=counts.device) for _ in range(2))
     if counts.shape[0]:
-        kernel(ranges_kernel, MASKED=masked, BLOCK_E=next_power_of_2(counts.shape[0]), num_warps=4).launch(
+        kernel(ranges_kernel, MASKED=masked, BLOCK_E=next_power_of_2(counts.shape[0])).launch(
             (1,), counts.device, counts, starts, ends, counts.stride(0), counts.shape[0], alignment, capacity, limit
         )
     return starts, ends

@@ -1,4 +1,4 @@
-"""Tile configurations: data, by product, dtype, GPU and a coarse bucket of rows an expert; never by a token count."""
+"""Tile configurations: data, by product, dtype, GPU and coarse buckets of rows an expert and of what is contracted."""
 
 from __future__ import annotations
 
@@ -112,6 +112,9 @@ def table(dtype: torch.dtype, capability: int) -> dict[str, dict[int, Tile]]:
 
 @functools.cache
 def choose_tile(kind: str, dtype: torch.dtype, capability: int, rows: int, contraction: str = "") -> Tile:
-    """kind: "product", "fc1", "dgrad" or "wgrad"; rows: `row_block`, for wgrad a hint only."""
+    """kind: "product", "fc1", "dgrad" or "wgrad"; rows: `row_block`, for wgrad a hint only.
+
+    Most contractions have no entry of their own: then the kind's.
+    """
     tiles = table(dtype, capability)
     return tiles.get(f"{kind}, {contraction}", {}).get(rows) or tiles[kind][rows]
