@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Gradient = Callable[[Tensor], tuple[Tensor, ...]]  # ds -> ds * d s / d part, a tensor per part; to be called once
+# gradient(ds, parts) writes ds * d s / d part into each of `parts`, rounded to its dtype; to be called once.
+Gradient = Callable[[Tensor, tuple[Tensor, ...]], None]
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,9 @@ def _swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Gradient]:
     """s = silu(gate) * up (Shazeer, "GLU Variants Improve Transformer", 2020)."""
     silu = F.silu(gate)
 
-    def gradient(ds: Tensor) -> tuple[Tensor, ...]:
-        return torch.ops.aten.silu_backward(ds * up, gate), silu.mul_(ds)
+    def gradient(ds: Tensor, parts: tuple[Tensor, ...]) -> None:
+        torch.ops.aten.silu_backward.grad_input(ds * up, gate, grad_input=parts[0])
+        torch.mul(silu, ds, out=parts[1])
 
     return silu * up, gradient
 
@@ -53,8 +55,9 @@ def _geglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Gradient]:
     """s = gelu(gate) * up with the exact (erf) gelu (Shazeer, 2020)."""
     gelu = F.gelu(gate)
 
-    def gradient(ds: Tensor) -> tuple[Tensor, ...]:
-        return torch.ops.aten.gelu_backward(ds * up, gate), gelu.mul_(ds)
+    def gradient(ds: Tensor, parts: tuple[Tensor, ...]) -> None:
+        torch.ops.aten.gelu_backward.grad_input(ds * up, gate, grad_input=parts[0])
+        torch.mul(gelu, ds, out=parts[1])
 
     return gelu * up, gradient
 
@@ -72,10 +75,10 @@ def _clamped_swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Gradient]:
     sigmoid = torch.sigmoid(CLAMPED_SWIGLU_ALPHA * g)
     swish = g * sigmoid
 
-    def gradient(ds: Tensor) -> tuple[Tensor, ...]:
+    def gradient(ds: Tensor, parts: tuple[Tensor, ...]) -> None:
         d_gate = ds * (u + 1) * (sigmoid + CLAMPED_SWIGLU_ALPHA * swish * (1 - sigmoid))
-        d_gate = torch.where(gate <= CLAMPED_SWIGLU_LIMIT, d_gate, 0.0)
-        return d_gate, torch.where(up.abs() <= CLAMPED_SWIGLU_LIMIT, ds * swish, 0.0)
+        parts[0].copy_(torch.where(gate <= CLAMPED_SWIGLU_LIMIT, d_gate, 0.0))
+        parts[1].copy_(torch.where(up.abs() <= CLAMPED_SWIGLU_LIMIT, ds * swish, 0.0))
 
     return swish * (u + 1), gradient
 
@@ -84,8 +87,8 @@ def _squared_relu(h: Tensor) -> tuple[Tensor, Gradient]:
     """s = relu(h)^2 (So et al., "Primer", 2021)."""
     positive = torch.relu(h)
 
-    def gradient(ds: Tensor) -> tuple[Tensor, ...]:
-        return (2 * positive * ds,)
+    def gradient(ds: Tensor, parts: tuple[Tensor, ...]) -> None:
+        torch.mul(2 * positive, ds, out=parts[0])
 
     return positive.square(), gradient
 

@@ -150,8 +150,7 @@ def scaled_activation_into(
     a: Tensor, h: Tensor, probs: Tensor | None, act: Activation, owned: tuple[Span, ...]
 ) -> None:
     for rows, parts, p in activation_blocks(h, probs, act, owned):
-        s = act.value(*parts)
-        a[rows] = s if p is None else s.mul_(p)
+        _scale_into(a[rows], act.value(*parts), p)
 
 
 def scaled_activation_backward_into(
@@ -170,9 +169,15 @@ def scaled_activation_backward_into(
         if dprobs is not None:
             torch.sum(da_rows * s, 1, out=dprobs[rows])
         if a is not None:
-            a[rows] = s if p is None else s.mul_(p)
-        for d_part, ds_part in zip(act.split(dh[rows]), gradient(da_rows if p is None else da_rows * p), strict=True):
-            d_part.copy_(ds_part)
+            _scale_into(a[rows], s, p)
+        gradient(da_rows if p is None else da_rows * p, act.split(dh[rows]))
+
+
+def _scale_into(a: Tensor, s: Tensor, p: Tensor | None) -> None:
+    if p is None:
+        a.copy_(s)
+    else:
+        torch.mul(s, p, out=a)
 
 
 def scaled_activation(
