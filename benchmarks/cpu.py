@@ -112,7 +112,9 @@ def host_cost(rounds: int) -> Record:
     """Forward + backward of a layer so small that hardly more than the calls themselves remains: T = 64, H = I = 8."""
     shape = {"T": 64, "H": 8, "I": 8, "E": 8}
     times = compare(shape, torch.float32, False, "grouped_mm", rounds * 40, warmup=50)
-    made = record("host_cost", shape, UNEVEN, "float32", "reference", PEERS["grouped_mm"], times)
+    made = record(
+        "experts_layer", shape, UNEVEN, "float32", "reference", PEERS["grouped_mm"], times, variant="host cost"
+    )
     print(f"host cost at T = 64: {made.ms * 1e3:.0f} us, {1 / made.ratio:.2f} times the composite's")
     return made
 

@@ -27,24 +27,26 @@ ROUTED_SHAPES = (
     {"T": 32768, "H": 2048, "I": 768, "E": 128, "top_k": 8},
     {"T": 32768, "H": 2048, "I": 1024, "E": 64, "top_k": 8},
 )
-SUMMARY = {
-    "m_grouped": ("m_grouped_nt", "m_grouped_nn"),
-    "k_grouped": ("k_grouped",),
-    "experts_layer": ("experts_layer",),
-    "routed_layer": ("routed_layer",),
-    "activation": ("activation", "activation_backward"),
-    "permute": ("permute",),
-    "unpermute": ("unpermute",),
-    "host_cost": ("host_cost",),
+SUMMARY: dict[str, list[tuple[str, str | None]]] = {
+    "m_grouped": [("m_grouped_nt", None), ("m_grouped_nn", None)],
+    "k_grouped": [("k_grouped", None)],
+    "experts_layer": [("experts_layer", None)],
+    "routed_layer": [("routed_layer", None)],
+    "activation": [("activation", None), ("activation", "backward")],
+    "permute": [("permute", None)],
+    "unpermute": [("permute", "unpermute")],
+    "host cost": [("experts_layer", "host cost")],
 }
 
 
 def summarise(records: list[Record]) -> None:
-    for name, ops in SUMMARY.items():
-        ratios = [r.ratio for r in records if r.op in ops]
-        peer = next(r.peer for r in records if r.op in ops)
+    for name, kinds in SUMMARY.items():
+        ours = [r for r in records if (r.op, r.variant) in kinds]
+        ratios = [r.ratio for r in ours]
         mean = geometric_mean(ratios)
-        print(f"{name:13}  geometric mean {mean:5.3f}x, smallest {min(ratios):5.3f}x of {len(ratios):2}  {peer}")
+        print(
+            f"{name:13}  geometric mean {mean:5.3f}x, smallest {min(ratios):5.3f}x of {len(ratios):2}  {ours[0].peer}"
+        )
 
 
 def main() -> None:

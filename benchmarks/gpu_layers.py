@@ -61,7 +61,7 @@ def host_cost(rounds: int) -> Record:
     """GroupedMLP at T = 64, on the host's clock: hardly more than the calls themselves remains."""
     shape = {"E": 8, "M": 64, "H": 64, "I": 64}
     times = interleaved_ms(*_experts_steps(shape), 20 * rounds, warmup=20)
-    made = record("host_cost", shape, COUNTS, DTYPE, path(), COMPOSITE, times)
+    made = record("experts_layer", shape, COUNTS, DTYPE, path(), COMPOSITE, times, variant="host cost")
     print(f"host cost at T = 64: {made.ms * 1e3:.0f} us, {1 / made.ratio:.2f} times the composite's", flush=True)
     return made
 

@@ -34,6 +34,7 @@ class Record:
     ratio: float
     tflops: float | None = None
     tbps: float | None = None
+    variant: str | None = None  # which of the op's: the backward of the activation, the way back of permute, host cost
 
 
 def record(
@@ -47,6 +48,7 @@ def record(
     *,
     flops: float | None = None,
     num_bytes: float | None = None,
+    variant: str | None = None,
 ) -> Record:
     ms, peer_ms = median(r.ms for r in rounds), median(r.peer_ms for r in rounds)
     return Record(
@@ -61,6 +63,7 @@ def record(
         round(peer_ms / ms, 3),
         tflops=None if flops is None else round(flops / ms / 1e9, 3),
         tbps=None if num_bytes is None else round(num_bytes / ms / 1e9, 3),
+        variant=variant,
     )
 
 

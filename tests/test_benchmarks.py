@@ -73,12 +73,13 @@ def made(here: str) -> list[Record]:
 def test_every_comparison_agrees_with_its_peer_and_is_summed_up(
     made: list[Record], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    named = {op for ops in gpu.SUMMARY.values() for op in ops}
-    assert {r.op for r in made} == named
+    named = {kind for kinds in gpu.SUMMARY.values() for kind in kinds}
+    assert {(r.op, r.variant) for r in made} == named
     assert all(r.ms > 0 and r.peer_ms > 0 and r.ratio > 0 for r in made)
-    moved = {r.op for r in made if r.tbps is not None}
-    assert moved == {"activation", "activation_backward", "permute", "unpermute"}
-    assert {r.op for r in made if r.tflops is not None} == named - moved - {"host_cost"}
+    moved = {(r.op, r.variant) for r in made if r.tbps is not None}
+    assert moved == {("activation", None), ("activation", "backward"), ("permute", None), ("permute", "unpermute")}
+    counted = {(r.op, r.variant) for r in made if r.tflops is not None}
+    assert counted == named - moved - {("experts_layer", "host cost")}
     gpu.summarise(made)
     printed = capsys.readouterr().out
     assert all(name in printed for name in gpu.SUMMARY)
