@@ -98,7 +98,7 @@ def launch_everything(rows: int, dtype: torch.dtype) -> None:
     w1, w2 = torch.empty(experts, 2 * inner, hidden, dtype=dtype), torch.empty(experts, hidden, inner, dtype=dtype)
     ends, probs = torch.empty(experts, dtype=torch.int32), torch.empty(rows)
     slots = torch.empty(rows // 2, 2, dtype=torch.int32)
-    tiles = schedule.given_or_made(None, ends, ends, rows)
+    tiles = schedule.schedule_of(None, ends, ends, rows)
     portable.ranges_from_tensor(ends, 1, 0, rows, False)
     portable.scheduled_ranges(ends, 0, rows, dtype)
     portable.m_grouped_gemm(x, w1, ends, ends, None, None, True, tiles)

@@ -10,7 +10,7 @@ from torch import Tensor
 from grouped_experts.activations import get_activation
 from grouped_experts.ops.portable import activations
 from grouped_experts.ops.portable.launch import cdiv, contiguous, even_block, kernel
-from grouped_experts.ops.portable.schedule import given_or_made, max_tiles
+from grouped_experts.ops.portable.schedule import max_tiles, schedule_of
 from grouped_experts.ops.portable.tiles import row_block
 
 
@@ -217,4 +217,4 @@ def programs_for(
         return None, rows, rows, cdiv(h.shape[0], rows)
     tile_rows = row_block(h.shape[0], starts.shape[0])
     programs = max_tiles(h.shape[0], starts.shape[0], tile_rows) * (tile_rows // rows)
-    return given_or_made(None, starts, ends, h.shape[0]), tile_rows, rows, programs
+    return schedule_of(None, starts, ends, h.shape[0]), tile_rows, rows, programs

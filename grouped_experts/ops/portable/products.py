@@ -24,7 +24,7 @@ from grouped_experts.ops.portable.launch import (
     suits_tma,
 )
 from grouped_experts.ops.portable.m_grouped import m_grouped_kernel
-from grouped_experts.ops.portable.schedule import given_or_made, max_tiles
+from grouped_experts.ops.portable.schedule import max_tiles, schedule_of
 from grouped_experts.ops.portable.tiles import Tile, choose_tile, contraction, row_block
 
 
@@ -158,7 +158,7 @@ def m_grouped_gemm(
     columns = w.shape[1 if transpose_w else 2]
     y = x.new_empty(x.shape[0], columns)
     if y.numel():
-        tiles = given_or_made(tiles, starts, ends, x.shape[0])
+        tiles = schedule_of(tiles, starts, ends, x.shape[0])
         block = row_block(x.shape[0], w.shape[0])
         tile = choose_tile("product", x.dtype, capability(x.device), block, contraction(x.shape[1]))
         scale = contiguous(bias_scale)
@@ -181,7 +181,7 @@ def fc1_activation(
     columns = width // 2 if gate else width
     h, a = x.new_empty(x.shape[0], width), x.new_empty(x.shape[0], columns)
     if h.numel():
-        tiles = given_or_made(tiles, starts, ends, x.shape[0])
+        tiles = schedule_of(tiles, starts, ends, x.shape[0])
         kind = "fc1" if gate else "product"
         tile = choose_tile(kind, x.dtype, capability(x.device), row_block(x.shape[0], fc1_weight.shape[0]))
         launch_m_grouped(
@@ -218,7 +218,7 @@ def fc2_dgrad_activation(
     dprobs = h.new_empty(num_rows if need_dprobs else 0, dtype=torch.float32)
     if num_rows == 0:
         return dh, a, dprobs
-    tiles = given_or_made(tiles, starts, ends, num_rows)
+    tiles = schedule_of(tiles, starts, ends, num_rows)
     tile = choose_tile("dgrad", dy.dtype, capability(dy.device), row_block(num_rows, fc2_weight.shape[0]))
     column_tiles = cdiv(columns, tile.block_n) * tile.split
     partials = dprobs.new_empty(column_tiles, num_rows) if need_dprobs else None

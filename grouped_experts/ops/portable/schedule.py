@@ -161,7 +161,8 @@ def schedule_kernel_for(num_experts: int, block_m: int, masked: bool) -> Kernel:
     return kernel(schedule_kernel, MASKED=masked, BLOCK_M=block_m, BLOCK_E=block_e, LANES=32)
 
 
-def given_or_made(tiles: Tensor | None, starts: Tensor, ends: Tensor, num_rows: int) -> Tensor:
+def schedule_of(tiles: Tensor | None, starts: Tensor, ends: Tensor, num_rows: int) -> Tensor:
+    """The layer's, if it is given and written, else one for these ranges."""
     if tiles is not None and tiles.shape[0]:
         return tiles
     return build_schedule(starts, ends, num_rows, row_block(num_rows, starts.shape[0]))
@@ -169,7 +170,7 @@ def given_or_made(tiles: Tensor | None, starts: Tensor, ends: Tensor, num_rows: 
 
 def tile_schedule(starts: Tensor, ends: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
     """On a CPU, where only the interpreter runs these kernels, empty as the reference's: products make their own."""
-    return starts.new_empty(0, 4) if starts.device.type == "cpu" else given_or_made(None, starts, ends, num_rows)
+    return starts.new_empty(0, 4) if starts.device.type == "cpu" else schedule_of(None, starts, ends, num_rows)
 
 
 @triton.jit
