@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# gradient(ds, parts) writes ds * d s / d part into each of `parts`, rounded to its dtype; to be called once.
+# gradient(ds, parts) writes ds * d s / d part into each of `parts`, rounded to its dtype.
 Gradient = Callable[[Tensor, tuple[Tensor, ...]], None]
+Linearize = Callable[..., tuple[Tensor, Gradient]]
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Activation:
 
     name: str
     gated: bool
-    linearize: Callable[..., tuple[Tensor, Gradient]]
+    linearize: Linearize
 
     def value(self, *parts: Tensor) -> Tensor:
         return self.linearize(*parts)[0]
@@ -40,26 +41,19 @@ class Activation:
         return h[..., :half], h[..., half:]
 
 
-def _swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Gradient]:
-    """s = silu(gate) * up (Shazeer, "GLU Variants Improve Transformer", 2020)."""
-    silu = F.silu(gate)
+def _gated_linear_unit(function: Callable[[Tensor], Tensor], backward: Callable[..., Tensor]) -> Linearize:
+    """s = function(gate) * up (Shazeer, "GLU Variants Improve Transformer", 2020); backward: PyTorch's of function."""
 
-    def gradient(ds: Tensor, parts: tuple[Tensor, ...]) -> None:
-        torch.ops.aten.silu_backward.grad_input(ds * up, gate, grad_input=parts[0])
-        torch.mul(silu, ds, out=parts[1])
+    def linearize(gate: Tensor, up: Tensor) -> tuple[Tensor, Gradient]:
+        value = function(gate)
 
-    return silu * up, gradient
+        def gradient(ds: Tensor, parts: tuple[Tensor, ...]) -> None:
+            backward(ds * up, gate, grad_input=parts[0])
+            torch.mul(value, ds, out=parts[1])
 
+        return value * up, gradient
 
-def _geglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Gradient]:
-    """s = gelu(gate) * up with the exact (erf) gelu (Shazeer, 2020)."""
-    gelu = F.gelu(gate)
-
-    def gradient(ds: Tensor, parts: tuple[Tensor, ...]) -> None:
-        torch.ops.aten.gelu_backward.grad_input(ds * up, gate, grad_input=parts[0])
-        torch.mul(gelu, ds, out=parts[1])
-
-    return gelu * up, gradient
+    return linearize
 
 
 CLAMPED_SWIGLU_ALPHA = 1.702
@@ -96,8 +90,8 @@ def _squared_relu(h: Tensor) -> tuple[Tensor, Gradient]:
 ACTIVATIONS = {
     activation.name: activation
     for activation in (
-        Activation("swiglu", True, _swiglu),
-        Activation("geglu", True, _geglu),
+        Activation("swiglu", True, _gated_linear_unit(F.silu, torch.ops.aten.silu_backward.grad_input)),
+        Activation("geglu", True, _gated_linear_unit(F.gelu, torch.ops.aten.gelu_backward.grad_input)),  # exact, by erf
         Activation("clamped_swiglu", True, _clamped_swiglu),
         Activation("squared_relu", False, _squared_relu),
     )

@@ -351,16 +351,22 @@ def test_everything_runs_on_the_current_stream(defer: bool) -> None:
     assert_same(actual, expected)
 
 
-@pytest.mark.gpu
-@needs_cuda
-def test_delivery_runs_on_its_own_stream() -> None:
-    """Behind the backward on another stream, of which what follows there must not hold it up."""
+def deferred_on_streams() -> tuple[Batch, Results, torch.cuda.Stream, torch.cuda.Stream]:
+    """A deferred layer with its inputs, the weights' gradients, and two streams, the first up with the current one."""
     batch = make(defer_wgrad=True)
     full = by_layer(*batch)
     expected = {name: full[name].clone() for name in WEIGHTS}
     batch.mlp.zero_grad()
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     first.wait_stream(torch.cuda.current_stream())
+    return batch, expected, first, second
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_delivery_runs_on_its_own_stream() -> None:
+    """Behind the backward on another stream, of which what follows there must not hold it up."""
+    batch, expected, first, second = deferred_on_streams()
     with torch.cuda.stream(first):
         torch.cuda._sleep(LONG // 10)  # the backward has yet to run when its delivery is queued
         batch.mlp(batch.x, batch.counts, batch.probs).backward(batch.dy)
@@ -380,12 +386,7 @@ def test_delivery_runs_on_its_own_stream() -> None:
 @needs_cuda
 def test_operands_outlive_a_delivery_on_another_stream() -> None:
     """The backward's stream may not have their memory back before the delivery has read them."""
-    batch = make(defer_wgrad=True)
-    full = by_layer(*batch)
-    expected = {name: full[name].clone() for name in WEIGHTS}
-    batch.mlp.zero_grad()
-    first, second = torch.cuda.Stream(), torch.cuda.Stream()
-    first.wait_stream(torch.cuda.current_stream())
+    batch, expected, first, second = deferred_on_streams()
     with torch.cuda.stream(first):
         batch.mlp(batch.x, batch.counts, batch.probs).backward(batch.dy)
     second.wait_stream(first)

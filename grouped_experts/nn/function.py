@@ -53,6 +53,20 @@ class Needs(NamedTuple):
     fc2_bias: bool
 
 
+class Saved(NamedTuple):
+    """What the forward leaves for the backward, each None where no gradient that is wanted needs it."""
+
+    x: Any
+    h: Any
+    probs: Tensor | None
+    fc1_weight: Any
+    fc2_weight: Any
+    fc2_bias: Tensor | None
+    starts: Tensor
+    ends: Tensor
+    tiles: Tensor | None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Deferral:
     """What a deferred layer hands to its backward beside the graph.
@@ -112,9 +126,9 @@ class GroupedMLPFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         create_graph = torch.is_grad_enabled()
-        saved = ctx.saved_tensors  # which may run a forward again, under activation checkpointing
+        saved = Saved(*ctx.saved_tensors)  # which may run a forward again, under activation checkpointing
         with torch.no_grad(), below_autograd():
-            dx, dprobs, pending = _backward(ctx, dy, *saved)
+            dx, dprobs, pending = _backward(ctx, dy, saved)
             del saved  # copies, under some hooks: not to be held while the weights' gradients are computed
             d_weights: dict[str, Tensor] = {}
             d_anchor = None
@@ -157,17 +171,18 @@ def _forward(
 
     need_dh = need_x or needs.fc1_weight or needs.fc1_bias
     need_da = need_dh or need_probs
-    ctx.save_for_backward(
-        x_in if needs.fc1_weight else None,
-        h if need_da or needs.fc2_weight else None,
-        probs if need_da or needs.fc2_weight or needs.fc2_bias else None,
-        fc1_weight if need_x else None,
-        fc2_weight if need_da else None,
-        fc2_bias if need_probs else None,
-        starts,
-        ends,
-        tiles if need_da else None,
+    saved = Saved(
+        x=x_in if needs.fc1_weight else None,
+        h=h if need_da or needs.fc2_weight else None,
+        probs=probs if need_da or needs.fc2_weight or needs.fc2_bias else None,
+        fc1_weight=fc1_weight if need_x else None,
+        fc2_weight=fc2_weight if need_da else None,
+        fc2_bias=fc2_bias if need_probs else None,
+        starts=starts,
+        ends=ends,
+        tiles=tiles if need_da else None,
     )
+    ctx.save_for_backward(*saved)
     ctx.needs, ctx.need_dh, ctx.need_da = needs, need_dh, need_da
     ctx.x_dtype, ctx.dtype, ctx.activation, ctx.deferral = x.dtype, dtype, activation, deferral
     ctx.weight_dtypes = tuple(None if w is None else w.dtype for w in weights)
@@ -179,23 +194,9 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-def _backward(
-    ctx: Any,
-    dy: Tensor,
-    x: Any,
-    h: Tensor,
-    probs: Tensor | None,
-    fc1_weight: Tensor,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    starts: Tensor,
-    ends: Tensor,
-    tiles: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None, list[PendingGradient]]:
-    """dx, dprobs, and the wanted weight gradients as work to be done, fc2 before fc1.
-
-    What was saved, after dy, is None where no gradient that is wanted needs it.
-    """
+def _backward(ctx: Any, dy: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor | None, list[PendingGradient]]:
+    """dx, dprobs, and the wanted weight gradients as work to be done, fc2 before fc1."""
+    x, h, probs, fc1_weight, fc2_weight, fc2_bias, starts, ends, tiles = saved
     needs, dtype, rows = ctx.needs, ctx.dtype, RowRanges(starts, ends)
     need_x, need_probs = ctx.needs_input_grad[:2]
     dh: Any = None  # stays None where nothing below wants it, as a does
