@@ -131,7 +131,10 @@ def activate_backward(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dh = act'(h) (p * da), a = p * act(h), partials = sum of da * act(h) over the tile's columns."""
+    """dh = act'(h) (p * da), a = p * act(h), partials = sum of da * act(h) over the tile's columns.
+
+    dh comes first: the other order needs more registers.
+    """
     m = m0 + tl.arange(0, BLOCK_M)
     PARTS: tl.constexpr = 2 if GATED_H else 1
     PRECISE: tl.constexpr = h_ptr.dtype.element_ty == tl.float32
@@ -140,6 +143,10 @@ def activate_backward(
     p = tl.full((BLOCK_M,), 1.0, tl.float32)
     if probs_ptr is not None:
         p = tl.load(probs_ptr + m, mask=m < end, other=0.0).to(tl.float32)
+    d_gate, d_up = ACT[1](p[:, None] * acc, gate, up, PRECISE)
+    store_rows(y, y_ptr, d_gate, m0, end, n0, N, 0, PARTS, TMA, BLOCK_M, BLOCK_N)
+    if GATED_H:
+        store_rows(y, y_ptr, d_up, m0, end, n0, N, 1, PARTS, TMA, BLOCK_M, BLOCK_N)
     if a_ptr is not None or partials_ptr is not None:
         s = ACT[0](gate, up, PRECISE)
         if partials_ptr is not None:
@@ -150,10 +157,6 @@ def activate_backward(
             tl.store(partials_ptr + tl.cast(i_n, tl.int64) * num_rows + m, partial, mask=m < end)
         if a_ptr is not None:
             store_rows(a, a_ptr, p[:, None] * s, m0, end, n0, N, 0, 1, TMA, BLOCK_M, BLOCK_N)
-    d_gate, d_up = ACT[1](p[:, None] * acc, gate, up, PRECISE)
-    store_rows(y, y_ptr, d_gate, m0, end, n0, N, 0, PARTS, TMA, BLOCK_M, BLOCK_N)
-    if GATED_H:
-        store_rows(y, y_ptr, d_up, m0, end, n0, N, 1, PARTS, TMA, BLOCK_M, BLOCK_N)
 
 
 @triton.jit

@@ -50,7 +50,7 @@ HOPPER = {
         128: Tile(128, 64, 64, 4, 3, per_processor=2),
     },
     "dgrad": {
-        16: Tile(16, 64, 128, 4, 4, tma_rows=False, tma_out=False),
+        16: Tile(16, 64, 128, 4, 4, split=2, tma_rows=False, tma_out=False),
         32: Tile(32, 64, 128, 4, 4, tma_rows=False, tma_out=False),
         64: Tile(64, 64, 64, 4, 4, split=2, tma_out=False),
         128: Tile(128, 128, 64, 8, 4, split=4, group_m=2, tma_out=False),
