@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# gradient(ds, parts) writes ds * d s / d part into each of `parts`, rounded to its dtype.
+# gradient(ds, parts) writes ds * d s / d part into each of `parts`, rounded to its dtype; to be called once.
 Gradient = Callable[[Tensor, tuple[Tensor, ...]], None]
 Linearize = Callable[..., tuple[Tensor, Gradient]]
 
@@ -41,6 +41,17 @@ class Activation:
         return h[..., :half], h[..., half:]
 
 
+def multiply_into(out: Tensor, x: Tensor, y: Tensor) -> None:
+    """out = x * y, computed in x's dtype and rounded to out's. May overwrite x.
+
+    An operation that writes another dtype than it computes in allocates a result and copies it: x serves as well.
+    """
+    if out.dtype == x.dtype:
+        torch.mul(x, y, out=out)
+    else:
+        out.copy_(x.mul_(y))
+
+
 def _gated_linear_unit(function: Callable[[Tensor], Tensor], backward: Callable[..., Tensor]) -> Linearize:
     """s = function(gate) * up (Shazeer, "GLU Variants Improve Transformer", 2020); backward: PyTorch's of function."""
 
@@ -48,8 +59,13 @@ def _gated_linear_unit(function: Callable[[Tensor], Tensor], backward: Callable[
         value = function(gate)
 
         def gradient(ds: Tensor, parts: tuple[Tensor, ...]) -> None:
-            backward(ds * up, gate, grad_input=parts[0])
-            torch.mul(value, ds, out=parts[1])
+            d_gate, d_up = parts
+            multiply_into(d_up, value, ds)
+            d_value = ds * up
+            if d_gate.dtype == d_value.dtype:
+                backward(d_value, gate, grad_input=d_gate)
+            else:
+                d_gate.copy_(backward(d_value, gate, grad_input=d_value))
 
         return value * up, gradient
 
@@ -82,7 +98,7 @@ def _squared_relu(h: Tensor) -> tuple[Tensor, Gradient]:
     positive = torch.relu(h)
 
     def gradient(ds: Tensor, parts: tuple[Tensor, ...]) -> None:
-        torch.mul(2 * positive, ds, out=parts[0])
+        multiply_into(parts[0], 2 * positive, ds)
 
     return positive.square(), gradient
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from grouped_experts.activations import Activation, get_activation
+from grouped_experts.activations import Activation, get_activation, multiply_into
 from grouped_experts.ops.host_ranges import HostRanges, Span, host_ranges
 
 # ---- grouped products
@@ -131,19 +131,19 @@ def activation_blocks(
 ) -> Iterator[tuple[slice, tuple[Tensor, ...], Tensor | None]]:
     """(rows, parts of h, probs (rows, 1)) in the accumulation dtype, in blocks whose temporaries stay in the cache.
 
-    Forward and backward walk the same blocks: the backward then recomputes a bit for bit.
+    Forward and backward walk the same blocks: the backward then recomputes a bit for bit. A block is overwritten by the
+    next one.
     """
     dtype = accumulation_dtype(h.dtype)
     step = max(1, BLOCK_ELEMENTS // max(1, h.shape[1]))
+    longest = max((min(step, behind - first) for first, behind in owned), default=0)
+    converted = None if h.dtype == dtype else h.new_empty(longest, h.shape[1], dtype=dtype)
     for first, behind in owned:
         for start in range(first, behind, step):
             rows = slice(start, min(start + step, behind))
             # Contiguous, since vectorised and scalar loops differ in the last bit.
-            yield (
-                rows,
-                act.split(h[rows].to(dtype).contiguous()),
-                None if probs is None else probs[rows, None].to(dtype),
-            )
+            block = h[rows].contiguous() if converted is None else converted[: rows.stop - start].copy_(h[rows])
+            yield rows, act.split(block), None if probs is None else probs[rows, None].to(dtype)
 
 
 def scaled_activation_into(
@@ -164,20 +164,43 @@ def scaled_activation_backward_into(
     owned: tuple[Span, ...],
 ) -> None:
     for rows, parts, p in activation_blocks(h, probs, act, owned):
-        da_rows = da[rows].to(parts[0].dtype)
-        s, gradient = act.linearize(*parts)
-        if dprobs is not None:
-            torch.sum(da_rows * s, 1, out=dprobs[rows])
-        if a is not None:
-            _scale_into(a[rows], s, p)
-        gradient(da_rows if p is None else da_rows * p, act.split(dh[rows]))
+        _block_backward_into(
+            act.split(dh[rows]),
+            None if a is None else a[rows],
+            None if dprobs is None else dprobs[rows],
+            da[rows],
+            parts,
+            p,
+            act,
+        )
+
+
+def _block_backward_into(
+    d_parts: tuple[Tensor, ...],
+    a: Tensor | None,
+    dprobs: Tensor | None,
+    da: Tensor,
+    parts: tuple[Tensor, ...],
+    p: Tensor | None,
+    act: Activation,
+) -> None:
+    """A function of its own, so that a block's temporaries are gone before the next block's come."""
+    ds = da.to(parts[0].dtype)
+    s, gradient = act.linearize(*parts)
+    if dprobs is not None:
+        torch.sum(ds * s, 1, out=dprobs)
+    if a is not None:
+        _scale_into(a, s, p)
+    if p is not None:
+        ds = ds * p if ds is da else ds.mul_(p)
+    gradient(ds, d_parts)
 
 
 def _scale_into(a: Tensor, s: Tensor, p: Tensor | None) -> None:
     if p is None:
         a.copy_(s)
     else:
-        torch.mul(s, p, out=a)
+        multiply_into(a, s, p)
 
 
 def scaled_activation(
