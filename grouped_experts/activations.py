@@ -61,11 +61,10 @@ def _gated_linear_unit(function: Callable[[Tensor], Tensor], backward: Callable[
         def gradient(ds: Tensor, parts: tuple[Tensor, ...]) -> None:
             d_gate, d_up = parts
             multiply_into(d_up, value, ds)
-            d_value = ds * up
-            if d_gate.dtype == d_value.dtype:
-                backward(d_value, gate, grad_input=d_gate)
-            else:
-                d_gate.copy_(backward(d_value, gate, grad_input=d_value))
+            d_value = torch.mul(ds, up, out=d_gate) if d_gate.dtype == ds.dtype else ds * up
+            backward(d_value, gate, grad_input=d_value)
+            if d_value is not d_gate:
+                d_gate.copy_(d_value)
 
         return value * up, gradient
 
