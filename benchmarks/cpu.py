@@ -87,8 +87,8 @@ def compare(
     """The rounds of several cases, each in a process of its own."""
     num_cases = min(CASES, rounds)
     times = []
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as fresh_process:
-        for seed in range(num_cases):
+    for seed in range(num_cases):
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh_process:
             job = fresh_process.submit(time_case, shape, dtype, even, peer, rounds // num_cases, warmup, seed)
             times += job.result()
     return times

@@ -29,34 +29,41 @@ settings.load_profile("grouped_experts")
 
 torch.set_num_threads(1)  # on tensors this small, threads that wait for each other take three times as long
 
+on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
-DEVICES = ["cpu", "interpreter", pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])]
+DEVICES = {"cpu": "cpu", "interpreter": "cpu", "cuda": "cuda", "portable": "cuda"}
+MARKS = {"cuda": [pytest.mark.gpu, needs_cuda], "portable": [pytest.mark.gpu]}
 
 
-@pytest.fixture(scope="session", params=DEVICES)
+@pytest.fixture(scope="session", params=[pytest.param(name, marks=MARKS.get(name, ())) for name in DEVICES])
 def device(request: pytest.FixtureRequest) -> str:
-    """Where tensors are. "interpreter" is the CPU with the portable kernels in Triton's interpreter."""
-    return "cpu" if request.param == "interpreter" else request.param
+    """Where tensors are. "interpreter" is the CPU with the portable kernels in Triton's interpreter.
+
+    "portable" is a Hopper GPU with the portable kernels, where "cuda" stands for those that are made for it.
+    """
+    return DEVICES[request.param]
 
 
 @pytest.fixture(autouse=True)
 def _family(request: pytest.FixtureRequest) -> Iterator[None]:
-    if is_interpreted(request.node):
+    if forced_portable(request.node):
         with use_family("portable"):
             yield
     else:
         yield
 
 
-def is_interpreted(item: pytest.Item) -> bool:
-    return hasattr(item, "callspec") and item.callspec.params.get("device") == "interpreter"
+def forced_portable(item: pytest.Item) -> str | None:
+    """The device, if it is one on which the portable kernels are not what runs unasked."""
+    name = item.callspec.params.get("device") if hasattr(item, "callspec") else None
+    return name if name in ("interpreter", "portable") else None
 
 
-# The interpreter takes up to a second a launch, so that it runs what shows the most; fp64 and bf16 go to the reference
-# there too. On a GPU all tests run the kernels.
-INTERPRETED = {
+# What "interpreter" and "portable" run: the tests that show the most. The interpreter takes up to a second a launch, and
+# fp64 and bf16 go to the reference there. "cuda" runs all tests.
+WITH_PORTABLE = {
     "test_layouts",
     "test_sizes",
     "test_empty_sizes",
@@ -79,11 +86,15 @@ INTERPRETED_DTYPES = (None, torch.float32, torch.float16)
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     def runs(item: pytest.Item) -> bool:
-        if not is_interpreted(item):
+        forced = forced_portable(item)
+        if forced is None:
             return True
         dtypes = [value for value in item.callspec.params.values() if isinstance(value, torch.dtype)] or [None]
-        kernels_run = all(dtype in INTERPRETED_DTYPES for dtype in dtypes)
-        return not torch.cuda.is_available() and item.originalname in INTERPRETED and kernels_run
+        if forced == "portable":
+            wanted, here = (None, torch.bfloat16, torch.float16), on_hopper
+        else:
+            wanted, here = INTERPRETED_DTYPES, not torch.cuda.is_available()
+        return here and item.originalname in WITH_PORTABLE and all(dtype in wanted for dtype in dtypes)
 
     config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
     items[:] = [item for item in items if runs(item)]

@@ -17,10 +17,13 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from grouped_experts.activations import ACTIVATIONS
-from grouped_experts.ops import portable
+from grouped_experts.ops import hopper, portable
+from grouped_experts.ops.hopper import k_grouped as hopper_k_grouped
+from grouped_experts.ops.hopper import products as hopper_products
 from grouped_experts.ops.portable import k_grouped, launch, products, schedule
 
 
@@ -49,14 +52,14 @@ def compile_launches(patch: pytest.MonkeyPatch, arch: int, call: Callable[[], An
         options, signature, constexprs, attrs = self._pack_args(
             backend, {**kwargs, "debug": False}, bound, specialization, options
         )
-        source = ASTSource(self, signature, constexprs, attrs)
+        source = (GluonASTSource if self.is_gluon() else ASTSource)(self, signature, constexprs, attrs)
         kernel = triton.compile(source, target=target, options=options.__dict__)
         made.append(inspect_kernel(self.__name__, arch, kernel))
 
     patch.setattr(JITFunction, "run", compile_only)
     for module in (launch, products, k_grouped):
         patch.setattr(module, "capability", lambda device: arch)
-    for module in (products, k_grouped):
+    for module in (products, k_grouped, hopper_products, hopper_k_grouped):
         patch.setattr(module, "num_processors", lambda device: 132)
     call()
     return made
@@ -119,11 +122,35 @@ def launch_everything(rows: int, dtype: torch.dtype) -> None:
     portable.unpermute(x, slots, ends)
 
 
+def launch_hopper(dtype: torch.dtype) -> None:
+    """Every Gluon kernel with every tile of its table, biases and activations; E = 8 experts with 200 rows each."""
+    experts, rows, hidden = 8, 1600, 512
+    x, ends = torch.empty(rows, hidden, dtype=dtype), torch.empty(experts, dtype=torch.int32)
+    probs = torch.empty(rows)
+    tiles = schedule.schedule_of(None, ends, ends, rows)
+    for inner in (64, 512):  # narrow and wide tiles
+        w1 = torch.empty(experts, 2 * inner, hidden, dtype=dtype)
+        w2, dy = torch.empty(experts, hidden, inner, dtype=dtype), torch.empty(rows, hidden, dtype=dtype)
+        bias = torch.empty(experts, inner, dtype=dtype)
+        for scale in (None, probs):
+            hopper.m_grouped_gemm(x, w1[:, :inner], ends, ends, bias, scale, True, tiles)
+        hopper.m_grouped_gemm(x, w1[:, :inner], ends, ends, None, None, True, tiles)
+        hopper.m_grouped_gemm(dy, w2, ends, ends, None, None, False, tiles)
+        for activation in ACTIVATIONS:
+            weight = w1 if ACTIVATIONS[activation].gated else w1[:, :inner]
+            for scale in (None, probs):
+                hopper.fc1_activation(x, weight, ends, ends, None, scale, activation, tiles)
+        hopper.k_grouped_gemm(x, torch.empty(rows, inner, dtype=dtype), ends, ends, dtype)
+
+
 def main() -> None:
-    """Arguments: an arch, mean rows an expert, a dtype. Prints a list of the kernels as JSON."""
-    arch, mean, dtype = int(sys.argv[1]), int(sys.argv[2]), getattr(torch, sys.argv[3])
+    """Arguments: an arch, mean rows an expert (or "hopper", for Gluon kernels), a dtype. Prints the kernels as JSON."""
+    arch, rows, dtype = int(sys.argv[1]), sys.argv[2], getattr(torch, sys.argv[3])
     with pytest.MonkeyPatch.context() as patch:
-        made = compile_launches(patch, arch, lambda: launch_everything(64 * mean, dtype))
+        if rows == "hopper":
+            made = compile_launches(patch, arch, lambda: launch_hopper(dtype))
+        else:
+            made = compile_launches(patch, arch, lambda: launch_everything(64 * int(rows), dtype))
     print(json.dumps([asdict(kernel) for kernel in made]))
 
 

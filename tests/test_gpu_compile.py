@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("triton", reason="needs Triton")
 
-Case = tuple[int, str, int]  # compute capability, dtype, mean rows an expert
+Case = tuple[int, str, int | str]  # compute capability, dtype, mean rows an expert or "hopper"
 
 SCRIPT = Path(__file__).parent / "gpu_compile.py"
 # KiB of shared memory that a block may ask for. sm_86, sm_89 and sm_120 run what sm_80 does.
@@ -28,7 +28,7 @@ CASES = [
     for arch in SHARED_MEMORY
     for dtype, means in (("bfloat16", (8, 24, 60, 200, 3000)), ("float32", (200,)))
     for mean_rows in means
-]
+] + [(90, dtype, "hopper") for dtype in ("bfloat16", "float16")]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def compilations(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[A
         }
 
 
-def compile_in_a_process(arch: int, dtype: str, mean_rows: int) -> subprocess.CompletedProcess[str]:
+def compile_in_a_process(arch: int, dtype: str, mean_rows: int | str) -> subprocess.CompletedProcess[str]:
     # In a process of its own: in this one Triton may be its interpreter.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(SCRIPT), str(arch), str(mean_rows), dtype]
@@ -58,6 +58,8 @@ def test_kernels_compile(case: Case, compilations: dict[Case, Future[Any]]) -> N
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = json.loads(done.stdout.splitlines()[-1])
     assert len(kernels) >= 18
+    if case[2] == "hopper":
+        assert all(kernel["name"] == "schedule_kernel" or "HGMMA" in kernel["instructions"] for kernel in kernels)
     for kernel in kernels:
         assert kernel["complaints"] == [], kernel
         assert kernel["shared"] <= SHARED_MEMORY[arch] * 1024, kernel

@@ -2,6 +2,7 @@
 
 reference   plain torch: CPU tensors, fp64, and machines without Triton
 portable    Triton kernels: GPU tensors in bf16, fp16 and fp32; Triton's interpreter runs fp16 and fp32 on a CPU
+hopper      Gluon kernels for sm_90 in bf16 and fp16, and the portable ones for what those do not take
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -16,20 +18,30 @@ from typing import Any
 
 import torch
 
-FAMILIES = ("reference", "portable")
+FAMILIES = ("reference", "portable", "hopper")
+GLUON = ((3, 6), (3, 9))  # the oldest and the newest Triton whose Gluon the kernels are compiled with, as a test
 
 _forced: str | None = None
 
 
 def choose_family(device: torch.device, dtypes: Iterable[torch.dtype]) -> str:
     """The family for tensors on that device, of those floating dtypes."""
-    return _choice(_forced, device.type, tuple(dtypes))
+    return _choice(_forced, device, tuple(dtypes))
 
 
 @functools.cache
-def _choice(forced: str | None, device_type: str, dtypes: tuple[torch.dtype, ...]) -> str:
-    wanted = forced or ("portable" if device_type == "cuda" and has_triton() else "reference")
+def _choice(forced: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
+    wanted = forced or _fastest(device)
+    if wanted == "hopper" and not {torch.bfloat16, torch.float16}.issuperset(dtypes):
+        wanted = "portable"
     return "reference" if beyond_portable().intersection(dtypes) else wanted
+
+
+def _fastest(device: torch.device) -> str:
+    if device.type != "cuda" or not has_triton():
+        return "reference"
+    hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+    return "hopper" if hopper and has_gluon() else "portable"
 
 
 @contextlib.contextmanager
@@ -77,6 +89,14 @@ def beyond_portable() -> frozenset[torch.dtype]:
 @functools.cache
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def has_gluon() -> bool:
+    """A Triton whose Gluon is known: it is experimental, and its names move."""
+    major, minor = importlib.metadata.version("triton").split(".")[:2]
+    oldest, newest = GLUON
+    return oldest <= (int(major), int(minor)) <= newest
 
 
 @functools.cache

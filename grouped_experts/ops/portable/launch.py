@@ -80,7 +80,7 @@ def _specialization(args: tuple[Any, ...]) -> list[Hashable]:
         (arg & 15 == 0) + 2 * (arg == 1) + 4 * (abs(arg) > INT32_MAX)
         if type(arg) is int
         else arg.base.dtype
-        if type(arg) is _Descriptor
+        if isinstance(arg, Unchecked)
         else None
         if arg is None
         else arg.dtype
@@ -118,9 +118,16 @@ def _layout_suits_tma(capability: int, size: int, strides: tuple[int, ...], any_
     return capability >= 90 and any_elements and inner == 1 and all(s > 0 and s * size % 16 == 0 for s in outer)
 
 
-class _Descriptor(TensorDescriptor):  # type: ignore[misc]
-    def __post_init__(self) -> None:
-        """Check nothing again that `suits_tma` has: it takes three times as long as the rest."""
+class Unchecked:
+    """A descriptor that checks nothing again that `suits_tma` has: it takes three times as long as the rest."""
+
+    base: Tensor
+
+    def __post_init__(self) -> None: ...
+
+
+class _Descriptor(Unchecked, TensorDescriptor):  # type: ignore[misc]
+    pass
 
 
 def descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:

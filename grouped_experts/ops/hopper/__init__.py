@@ -1,0 +1,36 @@
+"""Gluon kernels for sm_90, the Hopper GPUs, in bf16 and fp16; what they do not take goes to the portable ones.
+
+The functions below have the signatures of the ops, as those of `grouped_experts.ops.reference` have. Which kernels a
+call took is in the debug log of `grouped_experts.ops.hopper.launch`.
+"""
+
+from grouped_experts.ops.hopper.k_grouped import k_grouped_gemm
+from grouped_experts.ops.hopper.products import fc1_activation, m_grouped_gemm
+from grouped_experts.ops.portable import (
+    fc2_dgrad_activation,
+    k_grouped_gemm_accumulate,
+    k_grouped_sum,
+    permute,
+    ranges_from_tensor,
+    scaled_activation,
+    scaled_activation_backward,
+    scheduled_ranges,
+    tile_schedule,
+    unpermute,
+)
+
+__all__ = [
+    "fc1_activation",
+    "fc2_dgrad_activation",
+    "k_grouped_gemm",
+    "k_grouped_gemm_accumulate",
+    "k_grouped_sum",
+    "m_grouped_gemm",
+    "permute",
+    "ranges_from_tensor",
+    "scaled_activation",
+    "scaled_activation_backward",
+    "scheduled_ranges",
+    "tile_schedule",
+    "unpermute",
+]

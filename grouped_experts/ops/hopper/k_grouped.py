@@ -1,0 +1,215 @@
+"""k-grouped GEMM in Gluon for sm_90: a producer warp and two consumer warpgroups, each with half the rows of a tile.
+
+See docs/hopper.md for the pipeline.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from grouped_experts.ops import portable
+from grouped_experts.ops.hopper.compat import async_load, async_store
+from grouped_experts.ops.hopper.launch import descriptor, is_fast
+from grouped_experts.ops.hopper.pipeline import advance, tile_position
+from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
+from grouped_experts.ops.portable.launch import Kernel, cdiv, kernel, num_processors
+
+
+@gluon.jit
+def weight_tile(
+    t, total, starts_ptr, ends_ptr, num_rows, num_m, num_n,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr
+):  # fmt: skip
+    """Expert, first row and column of its weight, and its rows: start, end, clamped into the buffer. t is clamped."""
+    t = gl.minimum(t, total - 1)
+    e = t // (num_m * num_n)
+    i_m, i_n = tile_position(t % (num_m * num_n), num_m, num_n, GROUP_M)
+    start = gl.minimum(gl.maximum(gl.load(starts_ptr + e), 0), num_rows)
+    end = gl.maximum(gl.minimum(gl.load(ends_ptr + e), num_rows), start)
+    return e, i_m * BLOCK_M, i_n * BLOCK_N, start, end
+
+
+@gluon.jit
+def produce(
+    a_desc, b_desc, c_desc, a_smem, b_smem, c_smem, full, empty, masked, starts_ptr, ends_ptr,
+    num_rows, num_experts, M, N,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    HALF: gl.constexpr = BLOCK_M // 2
+    num_m = gl.cdiv(M, BLOCK_M)
+    num_n = gl.cdiv(N, BLOCK_N)
+    stage = 0
+    phase = 1
+    total = num_experts * num_m * num_n
+    for t in range(gl.program_id(0), total, gl.num_programs(0)):
+        e, m0, n0, start, end = weight_tile(  # not loaded ahead, for the reasons in m_grouped.py
+            t, total, starts_ptr, ends_ptr, num_rows, num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M
+        )
+        for t0 in range(start, end, BLOCK_T):
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(full.index(stage), 2 * a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+            async_load(a_desc, [t0, m0], full.index(stage), a_smem.index(2 * stage))
+            async_load(a_desc, [t0, m0 + HALF], full.index(stage), a_smem.index(2 * stage + 1))
+            async_load(b_desc, [t0, n0], full.index(stage), b_smem.index(stage))
+            stage, phase = advance(stage, phase, STAGES)
+
+
+@gluon.jit
+def consume(
+    half: gl.constexpr,
+    a_desc, b_desc, c_desc, a_smem, b_smem, c_smem, full, empty, masked, starts_ptr, ends_ptr,
+    num_rows, num_experts, M, N,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    HALF: gl.constexpr = BLOCK_M // 2
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    num_m = gl.cdiv(M, BLOCK_M)
+    num_n = gl.cdiv(N, BLOCK_N)
+    stage = 0
+    phase = 0
+    tail_phase = 0
+    total = num_experts * num_m * num_n
+    programs = gl.num_programs(0)
+    e, m0, n0, start, end = weight_tile(
+        gl.program_id(0), total, starts_ptr, ends_ptr, num_rows, num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M
+    )
+    for t in range(gl.program_id(0), total, programs):
+        e_next, m0_next, n0_next, start_next, end_next = weight_tile(
+            t + programs, total, starts_ptr, ends_ptr, num_rows, num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M
+        )
+        steps = (end - start) // BLOCK_T
+        rest = end - start - steps * BLOCK_T
+        acc = gl.zeros((HALF, BLOCK_N), gl.float32, ACC)
+        before = 0
+        for i in range(steps):
+            mbarrier.wait(full.index(stage), phase)
+            acc = warpgroup_mma(a_smem.index(2 * stage + half).permute((1, 0)), b_smem.index(stage), acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            mbarrier.arrive(empty.index(before), count=1, pred=i > 0)
+            before = stage
+            stage, phase = advance(stage, phase, STAGES)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index(before), count=1, pred=steps > 0)
+        if rest > 0:
+            mbarrier.wait(full.index(stage), phase)
+            a = a_smem.index(2 * stage + half)
+            b = b_smem.index(stage)
+            keep_first(a, rest, 4)
+            keep_first(b.slice(half * (BLOCK_N // 2), BLOCK_N // 2, 1), rest, 4)
+            fence_async_shared()
+            mbarrier.arrive(masked, count=1)
+            mbarrier.wait(masked, tail_phase)
+            tail_phase ^= 1
+            acc = warpgroup_mma(a.permute((1, 0)), b, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(empty.index(stage), count=1)
+            stage, phase = advance(stage, phase, STAGES)
+        row = m0 + half * HALF
+        tma.store_wait(0)
+        c_smem.index(half).reshape([HALF, BLOCK_N]).store(acc.to(c_desc.dtype))
+        fence_async_shared()
+        async_store(c_desc, [e, row, n0], c_smem.index(half))
+        e, m0, n0, start, end = e_next, m0_next, n0_next, start_next, end_next
+    tma.store_wait(0)
+
+
+@gluon.jit
+def keep_first(block, rows, WARPS: gl.constexpr):
+    """Zero what is behind the first `rows` rows of a block in shared memory: 0 * NaN would be NaN."""
+    LANES: gl.constexpr = block.shape[1] // 8
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    row = gl.arange(0, block.shape[0], gl.SliceLayout(1, LAYOUT))
+    values = block.load(LAYOUT)
+    block.store(gl.where((row < rows)[:, None], values, gl.zeros_like(values)))
+
+
+@gluon.jit
+def k_grouped_kernel(
+    a_desc,  # (T, M), block (BLOCK_T, BLOCK_M / 2)
+    b_desc,  # (T, N), block (BLOCK_T, BLOCK_N)
+    c_desc,  # (E, M, N), block (1, BLOCK_M / 2, BLOCK_N)
+    starts_ptr,  # (E,)
+    ends_ptr,
+    num_rows,
+    num_experts,
+    M,
+    N,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Grid (programs,), persistent, four warps. c[e] = a[r].T @ b[r]; zero for no rows."""
+    a_smem = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES] + a_desc.block_type.shape, a_desc.layout)
+    b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
+    c_smem = gl.allocate_shared_memory(c_desc.dtype, [2] + c_desc.block_type.shape, c_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    masked = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    mbarrier.init(masked, count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (consume, (0, a_desc, b_desc, c_desc, a_smem, b_smem, c_smem, full, empty, masked, starts_ptr,
+                ends_ptr, num_rows, num_experts, M, N, BLOCK_M, BLOCK_N, BLOCK_T, GROUP_M, STAGES)),
+            (consume, (1, a_desc, b_desc, c_desc, a_smem, b_smem, c_smem, full, empty, masked, starts_ptr,
+                ends_ptr, num_rows, num_experts, M, N, BLOCK_M, BLOCK_N, BLOCK_T, GROUP_M, STAGES)),
+            (produce, (a_desc, b_desc, c_desc, a_smem, b_smem, c_smem, full, empty, masked, starts_ptr,
+                ends_ptr, num_rows, num_experts, M, N, BLOCK_M, BLOCK_N, BLOCK_T, GROUP_M, STAGES)),
+        ],
+        [4, 1],
+        [232, 24],
+    )  # fmt: skip
+
+
+def k_grouped_gemm(a: Tensor, b: Tensor, starts: Tensor, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
+    num_experts, rows, columns = starts.shape[0], a.shape[1], b.shape[1]
+    if out_dtype != a.dtype or not is_fast("k_grouped_gemm", a.shape[0], num_experts, columns, a, b):
+        return portable.k_grouped_gemm(a, b, starts, ends, out_dtype)
+    c = a.new_empty(num_experts, rows, columns)
+    tile = choose_tile("wgrad", columns)
+    half = BLOCK_M // 2
+    c_block = (1, half, tile.block_n)
+    k_grouped(tile).launch(
+        (min(num_processors(a.device), num_experts * cdiv(rows, BLOCK_M) * cdiv(columns, tile.block_n)),),
+        a.device,
+        descriptor(a, (a.shape[0], rows), (a.stride(0), 1), (tile.block_k, half)),
+        descriptor(b, (b.shape[0], columns), (b.stride(0), 1), (tile.block_k, tile.block_n)),
+        descriptor(c, (num_experts, rows, columns), (rows * columns, columns, 1), c_block),
+        starts,
+        ends,
+        a.shape[0],
+        num_experts,
+        rows,
+        columns,
+    )
+    return c
+
+
+@functools.cache
+def k_grouped(tile: Tile) -> Kernel:
+    return kernel(
+        k_grouped_kernel,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=tile.block_n,
+        BLOCK_T=tile.block_k,
+        GROUP_M=tile.group_m,
+        STAGES=tile.stages,
+        num_warps=4,
+    )

@@ -1,0 +1,49 @@
+"""Descriptors for Gluon kernels, and when a call suits them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from grouped_experts.ops.hopper.tiles import BLOCK_M
+from grouped_experts.ops.portable.launch import Unchecked, suits_tma
+from grouped_experts.ops.portable.tiles import row_block
+
+_log = logging.getLogger(__name__)
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+class _Descriptor(Unchecked, TensorDescriptor):  # type: ignore[misc]
+    pass
+
+
+def descriptor(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]) -> object:
+    """Of a tensor that `suits_tma`, seen with that shape and those strides."""
+    return _Descriptor(tensor, shape, strides, block, _layout(block, tensor.dtype))
+
+
+@functools.cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
+
+
+def is_fast(op: str, num_rows: int, num_experts: int, columns: int, *operands: Tensor) -> bool:
+    """Whether the Gluon kernels take the call; which ones do not, and why, goes to the debug log.
+
+    They take tiles of 128 rows (`row_block`), and operands and outputs that TMA can address.
+    """
+    reason = None
+    if row_block(num_rows, num_experts) != BLOCK_M:
+        reason = f"{num_rows} rows for {num_experts} experts are few"
+    elif columns % 8:
+        reason = f"{columns} columns are no multiple of 8"
+    elif not all(map(suits_tma, operands)):
+        reason = f"TMA cannot address {[(tuple(t.shape), t.stride()) for t in operands]}"
+    if _log.isEnabledFor(logging.DEBUG):
+        _log.debug("%s: %s", op, "Gluon" if reason is None else f"portable, since {reason}")
+    return reason is None

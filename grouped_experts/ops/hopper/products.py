@@ -1,0 +1,136 @@
+"""The m-grouped products as functions of tensors: one Gluon kernel, launched with an epilogue for each op."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from grouped_experts.activations import ACTIVATIONS
+from grouped_experts.ops import portable
+from grouped_experts.ops.hopper import epilogues
+from grouped_experts.ops.hopper.launch import descriptor, is_fast
+from grouped_experts.ops.hopper.m_grouped import m_grouped_kernel
+from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
+from grouped_experts.ops.portable.activations import VALUES
+from grouped_experts.ops.portable.launch import Kernel, cdiv, contiguous, kernel, num_processors
+from grouped_experts.ops.portable.schedule import schedule_of
+
+
+def launch_m_grouped(
+    x: Tensor,
+    w: Tensor,
+    tiles: Tensor,
+    tile: Tile,
+    columns: int,
+    made: Kernel,
+    *,
+    transpose_w: bool = True,
+    parts: int = 1,
+    y: Tensor | None = None,
+    a: Tensor | None = None,
+    h: Tensor | None = None,
+    bias: Tensor | None = None,
+    probs: Tensor | None = None,
+) -> None:
+    """parts: 2 for gate and up side by side, `columns` of each; h has as many."""
+    num_rows, depth = x.shape
+    half = BLOCK_M // 2
+    if transpose_w:
+        w_shape, w_block = (w.shape[0], parts, columns, depth), (1, parts, tile.block_n, tile.block_k)
+        w_strides = (w.stride(0), columns * w.stride(1), w.stride(1), 1)
+    else:
+        w_shape, w_block = (w.shape[0], 1, depth, columns), (1, 1, tile.block_k, tile.block_n)
+        w_strides = (w.stride(0), w.stride(0), w.stride(1), 1)
+    block = (half, 1, tile.block_n // tile.split)  # each part by itself
+    rows, row_strides = (num_rows, 1, columns), (columns, columns, 1)
+    made.launch(
+        (min(num_processors(x.device), (tiles.shape[0] - 1) * cdiv(columns, tile.block_n)),),
+        x.device,
+        descriptor(x, (num_rows, depth), (x.stride(0), 1), (half, tile.block_k)),
+        descriptor(w, w_shape, w_strides, w_block),
+        None if y is None else descriptor(y, rows, row_strides, block),
+        None if a is None else descriptor(a, rows, row_strides, block),
+        None if h is None else descriptor(h, (num_rows, parts, columns), (parts * columns, columns, 1), block),
+        y,
+        a,
+        h,
+        bias,
+        probs,
+        tiles,
+        columns,
+        depth,
+    )
+
+
+@functools.cache
+def m_grouped(tile: Tile, transpose_w: bool, activation: str | None) -> Kernel:
+    """With a plain store and the tiles of all rows, or with the activation and those of owned rows."""
+    return kernel(
+        m_grouped_kernel,
+        EPILOGUE=epilogues.store_product if activation is None else epilogues.activate,
+        ACT=None if activation is None else VALUES[activation],
+        GATED=activation is not None and ACTIVATIONS[activation].gated,
+        BUFFERS=tile.buffers,
+        GAPS=int(activation is None),
+        TRANSPOSE_W=transpose_w,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        GROUP_M=tile.group_m,
+        STAGES=tile.stages,
+        num_warps=4,
+    )
+
+
+def m_grouped_gemm(
+    x: Tensor,
+    w: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    bias: Tensor | None,
+    bias_scale: Tensor | None,
+    transpose_w: bool,
+    tiles: Tensor | None = None,
+) -> Tensor:
+    columns = w.shape[1 if transpose_w else 2]
+    if not is_fast("m_grouped_gemm", x.shape[0], w.shape[0], columns, x, w):
+        return portable.m_grouped_gemm(x, w, starts, ends, bias, bias_scale, transpose_w, tiles)
+    y = x.new_empty(x.shape[0], columns)
+    tile = choose_tile("product", columns)
+    launch_m_grouped(
+        x,
+        w,
+        schedule_of(tiles, starts, ends, x.shape[0]),
+        tile,
+        columns,
+        m_grouped(tile, transpose_w, None),
+        transpose_w=transpose_w,
+        y=y,
+        bias=contiguous(bias),
+        probs=contiguous(bias_scale),
+    )
+    return y
+
+
+def fc1_activation(
+    x: Tensor,
+    fc1_weight: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    fc1_bias: Tensor | None,
+    probs: Tensor | None,
+    activation: str,
+    tiles: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    parts = 2 if ACTIVATIONS[activation].gated else 1
+    columns = fc1_weight.shape[1] // parts
+    # With a bias, gate and up together need more registers than there are.
+    if fc1_bias is not None or not is_fast("fc1_activation", x.shape[0], fc1_weight.shape[0], columns, x, fc1_weight):
+        return portable.fc1_activation(x, fc1_weight, starts, ends, fc1_bias, probs, activation, tiles)
+    h, a = x.new_empty(x.shape[0], fc1_weight.shape[1]), x.new_empty(x.shape[0], columns)
+    tile = choose_tile("gated" if parts == 2 else "ungated", columns)
+    arguments: dict[str, Any] = {"parts": parts, "a": a, "h": h, "probs": contiguous(probs)}
+    schedule = schedule_of(tiles, starts, ends, x.shape[0])
+    launch_m_grouped(x, fc1_weight, schedule, tile, columns, m_grouped(tile, True, activation), **arguments)
+    return h, a

@@ -1,0 +1,190 @@
+"""The Gluon kernels for sm_90 where they differ from the portable ones: which calls take them, and their tiles' edges.
+
+`test_gpu_layouts.py` runs them on a thousand random layouts, `test_gpu_compile.py` compiles them without a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from conftest import on_hopper
+from inputs import ACTIVATIONS, Layout, contiguous
+from layer import by_layer
+from torch import Tensor
+
+from grouped_experts import GroupedMLP, RowRanges
+from grouped_experts.ops import fc1_activation, k_grouped_gemm, m_grouped_gemm
+from grouped_experts.ops.families import choose_family, use_family
+
+BF16 = torch.bfloat16
+# 118 rows on average: tiles of 128. One row, half a tile, a row more, a whole one, several; spare rows behind.
+LAYOUT = contiguous([130, 0, 1, 64, 65, 128, 300, 256], spare=5)
+E = LAYOUT.num_experts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not on_hopper, reason="needs a Hopper GPU"),
+]
+
+
+def randn(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=dtype)
+
+
+def random_rows(columns: int, layout: Layout = LAYOUT, dtype: torch.dtype = BF16) -> Tensor:
+    """NaN in rows of no expert."""
+    rows = torch.full((layout.num_rows, columns), torch.nan, device="cuda", dtype=dtype)
+    for start, end in layout.bounds:
+        rows[start:end] = randn(end - start, columns, dtype=dtype)
+    return rows
+
+
+def product(x: Tensor, w: Tensor, layout: Layout = LAYOUT) -> Tensor:
+    """x[r] @ w[e] in fp64, zero in rows of no expert."""
+    y = x.new_zeros(x.shape[0], w.shape[2], dtype=torch.float64)
+    for e, (start, end) in enumerate(layout.bounds):
+        y[start:end] = x[start:end].double() @ w[e].double()
+    return y
+
+
+def weight_product(a: Tensor, b: Tensor, layout: Layout = LAYOUT) -> Tensor:
+    return torch.stack([a[start:end].double().T @ b[start:end].double() for start, end in layout.bounds])
+
+
+def close(actual: Tensor, exact: Tensor) -> None:
+    """Within three roundings of the norm of each row, or of each expert's weight."""
+    error, size = ((t.double()).flatten(1).norm(dim=1) for t in (actual.double() - exact, exact))
+    assert bool((error <= 3 * torch.finfo(actual.dtype).eps / 2 * size).all()), (error / size).max()
+
+
+@pytest.fixture
+def paths(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.DEBUG, "grouped_experts.ops.hopper.launch")
+    return caplog
+
+
+def test_a_hopper_gpu_takes_them() -> None:
+    device = torch.device("cuda")
+    assert choose_family(device, [BF16]) == choose_family(device, [torch.float16]) == "hopper"
+    assert choose_family(device, [torch.float32]) == choose_family(device, [BF16, torch.float32]) == "portable"
+
+
+@pytest.mark.parametrize("columns", [8, 128, 136, 256, 520])
+@pytest.mark.parametrize("depth", [8, 64, 200, 512])
+def test_edges_of_tiles(depth: int, columns: int, paths: pytest.LogCaptureFixture) -> None:
+    rows = LAYOUT.rows("cuda")
+    x, dy, w = random_rows(depth), random_rows(columns), randn(E, columns, depth)
+    close(m_grouped_gemm(x, w, rows), product(x, w.mT))
+    close(m_grouped_gemm(dy, w, rows, transpose_w=False), product(dy, w))
+    close(k_grouped_gemm(dy, x, rows), weight_product(dy, x))
+    assert [record.message for record in paths.records] == [
+        "m_grouped_gemm: Gluon",
+        "m_grouped_gemm: Gluon",
+        "k_grouped_gemm: Gluon",
+    ]
+
+
+def test_bias_and_scale() -> None:
+    x, w, bias, scale = random_rows(200), randn(E, 136, 200), randn(E, 136), random_rows(1, dtype=torch.float32)[:, 0]
+    exact = product(x, w.mT)
+    for e, (start, end) in enumerate(LAYOUT.bounds):
+        exact[start:end] += scale[start:end, None].double() * bias[e].double()
+    close(m_grouped_gemm(x, w, LAYOUT.rows("cuda"), bias, bias_scale=scale), exact)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["no-probs", "probs"])
+@pytest.mark.parametrize("inner", [40, 136, 264])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation(activation: str, inner: int, scaled: bool, paths: pytest.LogCaptureFixture) -> None:
+    """Like the portable kernels, which round h, and a of the rounded h, as these do."""
+    rows = LAYOUT.rows("cuda")
+    x, probs = random_rows(200), random_rows(1, dtype=torch.float32)[:, 0].abs() if scaled else None
+    w = randn(E, inner if activation == "squared_relu" else 2 * inner, 200) * 200**-0.5
+    h, a = fc1_activation(x, w, rows, probs, activation=activation)
+    assert paths.records[-1].message == "fc1_activation: Gluon"
+    with use_family("portable"):
+        h_portable, a_portable = fc1_activation(x, w, rows, probs, activation=activation)
+    owned = torch.cat([torch.arange(*bounds, device="cuda") for bounds in LAYOUT.bounds])
+    exact_h = product(x, w.mT)[owned]
+    close(h[owned], exact_h)
+    close(h_portable[owned], exact_h)
+    same = (h == h_portable)[owned].all(1)  # a depends on how h is rounded
+    assert same.float().mean() > 0.9
+    close(a[owned][same], a_portable[owned][same].double())
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_nothing_of_a_neighbour_is_touched(value: float) -> None:
+    """Weights of every other expert hold nothing finite; no size is a multiple of a tile."""
+    x, dy, w = random_rows(200), random_rows(136), randn(E, 136, 200)
+    w[1::2] = value
+    rows = LAYOUT.rows("cuda")
+    for y, exact in (
+        (m_grouped_gemm(x, w, rows), product(x, w.mT)),
+        (m_grouped_gemm(dy, w, rows, transpose_w=False), product(dy, w)),
+    ):
+        for start, end in LAYOUT.bounds[::2]:
+            close(y[start:end], exact[start:end])
+        assert bool((y[LAYOUT.bounds[-1][1] :] == 0).all())
+    x[slice(*LAYOUT.bounds[-2])] = value
+    dw = k_grouped_gemm(dy, x, rows)
+    others = [e for e in range(E) if e != E - 2]
+    close(dw[others], weight_product(dy, x)[others])
+
+
+@pytest.mark.parametrize(
+    ("why", "make"),
+    [
+        ("are few", lambda: (randn(24, 64), randn(8, 64, 64), [3] * 8)),
+        ("no multiple of 8", lambda: (randn(1600, 64), randn(8, 60, 64), [200] * 8)),
+        ("TMA cannot address", lambda: (randn(1600, 60), randn(8, 64, 60), [200] * 8)),
+        ("TMA cannot address", lambda: (randn(64, 1600).T, randn(8, 64, 64), [200] * 8)),
+        ("TMA cannot address", lambda: (randn(1600, 64), randn(8, 64, 64).mT, [200] * 8)),
+    ],
+    ids=["few-rows", "columns", "row-stride", "rows-transposed", "weight-transposed"],
+)
+def test_what_they_do_not_take_goes_to_the_portable_kernels(
+    why: str, make: object, paths: pytest.LogCaptureFixture
+) -> None:
+    x, w, counts = make()  # type: ignore[operator]
+    layout = contiguous(counts)
+    close(m_grouped_gemm(x, w, layout.rows("cuda")), product(x, w.mT, layout))
+    message = paths.records[-1].message
+    assert message.startswith("m_grouped_gemm: portable, since")
+    assert why in message
+
+
+def test_repeats_beside_another_kernel_are_equal_to_the_bit() -> None:
+    """Another stream keeps part of the GPU busy, so that programs start and end at other times."""
+    mlp = GroupedMLP(264, 136, E, dtype=BF16, device="cuda")
+    x, dy, probs = random_rows(264), random_rows(264), random_rows(1, dtype=torch.float32)[:, 0]
+    rows = LAYOUT.rows("cuda")
+
+    def step() -> dict[str, Tensor]:
+        return {name: t.clone() for name, t in by_layer(mlp, x.requires_grad_(), rows, probs, dy).items()}
+
+    first = step()
+    other, m = torch.cuda.Stream(), randn(2048, 2048)
+    for repeat in range(20):
+        with torch.cuda.stream(other):
+            for _ in range(repeat % 4):
+                torch.mm(m, m)
+        for name, t in step().items():
+            assert torch.equal(t, first[name]), (repeat, name)
+    other.synchronize()
+
+
+def test_tensors_beyond_2_to_the_31_elements() -> None:
+    """The last rows of a tall x, and the last expert of many."""
+    rows_count, hidden = 2**31 // 256 + 300, 256
+    x, w = torch.zeros(rows_count, hidden, device="cuda", dtype=BF16), randn(4, 256, hidden)
+    x[-300:] = randn(300, hidden)
+    starts = torch.tensor([0, 200, 400, rows_count - 301], device="cuda", dtype=torch.int32)
+    ends = torch.tensor([200, 400, 500, rows_count], device="cuda", dtype=torch.int32)
+    y = m_grouped_gemm(x, w, RowRanges(starts, ends))
+    close(y[-300:], x[-300:].double() @ w[3].double().T)
+    del y
+    dw = k_grouped_gemm(x, x, RowRanges(starts, ends))
+    close(dw[3:], (x[-300:].double().T @ x[-300:].double())[None])
