@@ -10,7 +10,7 @@ from statistics import geometric_mean
 
 import torch
 
-from benchmarks.gpu_layers import experts_layer, host_cost, routed_layer
+from benchmarks.gpu_layers import experts_layer, host_cost, routed_layer, skewed_layers
 from benchmarks.gpu_moves import activations, permutations
 from benchmarks.gpu_products import products
 from benchmarks.records import Record, write
@@ -30,7 +30,14 @@ ROUTED_SHAPES = (
 SUMMARY: dict[str, list[tuple[str, str | None]]] = {
     "m_grouped": [("m_grouped_nt", None), ("m_grouped_nn", None)],
     "k_grouped": [("k_grouped", None)],
+    "dense": [("m_grouped_nt", "dense"), ("m_grouped_nn", "dense")],
+    "accumulate": [("k_grouped", "accumulate")],
     "experts_layer": [("experts_layer", None)],
+    "skew": [
+        ("experts_layer", "one expert with half the rows"),
+        ("experts_layer", "90 % of the experts empty"),
+        ("experts_layer", "1 to 15 rows an expert"),
+    ],
     "routed_layer": [("routed_layer", None)],
     "activation": [("activation", None), ("activation", "backward")],
     "permute": [("permute", None)],
@@ -67,7 +74,7 @@ def main() -> None:
         records.append(routed_layer(shape, given.rounds))
         records += permutations(shape, given.rounds)
         torch.cuda.empty_cache()
-    records.append(host_cost(given.rounds))
+    records += [*skewed_layers(SHAPES["B"], given.rounds), host_cost(given.rounds)]
     summarise(records)
     print(f"wrote {write(given.name, {'gpu': torch.cuda.get_device_name()}, records)}")
 

@@ -40,7 +40,7 @@ def _uneven_shares(experts: int) -> Tensor:
 
 
 def path() -> str:
-    return choose_family(torch.device("cuda"), {torch.bfloat16})
+    return choose_family(torch.device(DEVICE), {torch.bfloat16})
 
 
 def check(op: str, ours: Sequence[Tensor], wanted: Sequence[Tensor], limit: float) -> None:

@@ -66,6 +66,44 @@ def host_cost(rounds: int) -> Record:
     return made
 
 
+def skewed_layers(shape: Shape, rounds: int) -> list[Record]:
+    """The layer with skewed counts against itself with even ones, and as many rows."""
+    experts, rows = shape["E"], shape["M"]
+    busy = max(1, experts // 10)
+    few = torch.randint(1, 16, (experts,)).tolist()
+    skews = {
+        "one expert with half the rows": [rows // 2, *_even(rows - rows // 2, experts - 1)],
+        "90 % of the experts empty": [*_even(rows, busy), *[0] * (experts - busy)],
+        "1 to 15 rows an expert": few,
+    }
+    records = []
+    for variant, counts in skews.items():
+        sizes = {**shape, "M": sum(counts)}
+        ours, even = (_layer_step(sizes, each) for each in (counts, _even(sum(counts), experts)))
+        times = event_ms(ours, even, rounds)
+        made = record("experts_layer", sizes, variant, DTYPE, path(), "even counts", times, variant=variant)
+        print(f"experts_layer, {variant}: {made.ratio:5.2f}x even counts", flush=True)
+        records.append(made)
+    return records
+
+
+def _even(rows: int, experts: int) -> list[int]:
+    return [rows // experts + (e < rows % experts) for e in range(experts)]
+
+
+def _layer_step(shape: Shape, counts: list[int]) -> Callable[[], None]:
+    mlp, on_device = _mlp(shape), torch.tensor(counts, device=DEVICE)
+    x, dy = normal(shape["M"], shape["H"]).requires_grad_(), normal(shape["M"], shape["H"])
+    probs = torch.rand(shape["M"], device=DEVICE, requires_grad=True)
+
+    def step() -> None:
+        for leaf in (x, probs, *mlp.parameters()):
+            leaf.grad = None
+        mlp(x, on_device, probs).backward(dy)
+
+    return step
+
+
 def _experts_steps(shape: Shape) -> tuple[Step, Step]:
     mlp, ends = _mlp(shape), uneven_ends(shape["M"], shape["E"])
     counts = ends.diff(prepend=ends.new_zeros(1))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from benchmarks.gpu_inputs import COUNTS, DTYPE, Shape, check, normal, path, une
 from benchmarks.records import Record, record
 from benchmarks.timing import event_ms
 from grouped_experts import RowRanges
-from grouped_experts.ops import k_grouped_gemm, m_grouped_gemm
+from grouped_experts.ops import k_grouped_gemm, k_grouped_gemm_accumulate, m_grouped_gemm
 
 
 def products(shape: Shape, rounds: int) -> list[Record]:
@@ -29,7 +30,39 @@ def products(shape: Shape, rounds: int) -> list[Record]:
             made = record(op, sizes, COUNTS, DTYPE, path(), "F.grouped_mm", times, flops=flops)
             print(f"{layer} {op:13} {made.tflops:6.0f} TFLOP/s  {made.ratio:5.2f}x F.grouped_mm", flush=True)
             records.append(made)
+        records += _beside_one_expert(x, w, dy, rows, sizes, rounds)
+        records.append(_accumulating(x, w, dy, rows, ends, sizes, rounds))
     return records
+
+
+def _beside_one_expert(
+    x: Tensor, w: Tensor, dy: Tensor, rows: RowRanges, sizes: Shape, rounds: int
+) -> Iterator[Record]:
+    """Forward and dgrad against the dense product of as many rows: what the processors reach in the same run."""
+    flops = 2.0 * sizes["M"] * sizes["N"] * sizes["K"]
+    one = w[0]
+    for op, ours, dense in (
+        ("m_grouped_nt", lambda: m_grouped_gemm(x, w, rows), lambda: x @ one.T),
+        ("m_grouped_nn", lambda: m_grouped_gemm(dy, w, rows, transpose_w=False), lambda: dy @ one),
+    ):
+        times = event_ms(ours, dense, rounds)
+        yield record(op, sizes, COUNTS, DTYPE, path(), "dense product, M rows", times, flops=flops, variant="dense")
+
+
+def _accumulating(x: Tensor, w: Tensor, dy: Tensor, rows: RowRanges, ends: Tensor, sizes: Shape, rounds: int) -> Record:
+    """wgrad added to an fp32 buffer, against F.grouped_mm, which writes half as much and reads none of it."""
+    c = torch.zeros(w.shape, device=w.device)
+
+    def fresh() -> Tensor:
+        return F.grouped_mm(dy.t(), x, offs=ends)
+
+    k_grouped_gemm_accumulate(c, dy, x, rows)
+    check("k_grouped accumulate", [c], [fresh()], limit=5e-3)
+    times = event_ms(lambda: k_grouped_gemm_accumulate(c, dy, x, rows), fresh, rounds)
+    flops = 2.0 * sizes["M"] * sizes["N"] * sizes["K"]
+    made = record("k_grouped", sizes, COUNTS, DTYPE, path(), "F.grouped_mm", times, flops=flops, variant="accumulate")
+    print(f"    k_grouped, added to fp32 {made.tflops:6.0f} TFLOP/s", flush=True)
+    return made
 
 
 def _runs(

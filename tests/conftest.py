@@ -61,8 +61,8 @@ def forced_portable(item: pytest.Item) -> str | None:
     return name if name in ("interpreter", "portable") else None
 
 
-# What "interpreter" and "portable" run: the tests that show the most. The interpreter takes up to a second a launch, and
-# fp64 and bf16 go to the reference there. "cuda" runs all tests.
+# What "interpreter" and "portable" run: the tests that show the most. The interpreter takes up to a second a launch,
+# and fp64 and bf16 go to the reference there. "cuda" runs all tests.
 WITH_PORTABLE = {
     "test_layouts",
     "test_sizes",

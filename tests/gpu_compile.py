@@ -140,7 +140,9 @@ def launch_hopper(dtype: torch.dtype) -> None:
             weight = w1 if ACTIVATIONS[activation].gated else w1[:, :inner]
             for scale in (None, probs):
                 hopper.fc1_activation(x, weight, ends, ends, None, scale, activation, tiles)
-        hopper.k_grouped_gemm(x, torch.empty(rows, inner, dtype=dtype), ends, ends, dtype)
+        a = torch.empty(rows, inner, dtype=dtype)
+        hopper.k_grouped_gemm(x, a, ends, ends, dtype)
+        hopper.k_grouped_gemm_accumulate(torch.empty(experts, hidden, inner), x, a, ends, ends)
 
 
 def main() -> None:

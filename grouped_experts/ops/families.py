@@ -32,7 +32,7 @@ def choose_family(device: torch.device, dtypes: Iterable[torch.dtype]) -> str:
 @functools.cache
 def _choice(forced: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
     wanted = forced or _fastest(device)
-    if wanted == "hopper" and not {torch.bfloat16, torch.float16}.issuperset(dtypes):
+    if wanted == "hopper" and not {torch.bfloat16, torch.float16}.intersection(dtypes):
         wanted = "portable"
     return "reference" if beyond_portable().intersection(dtypes) else wanted
 

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from grouped_experts.ops import portable
 from grouped_experts.ops.hopper.compat import async_load, async_store
 from grouped_experts.ops.hopper.launch import descriptor, is_fast
-from grouped_experts.ops.hopper.pipeline import advance, tile_position
+from grouped_experts.ops.hopper.pipeline import advance, halves, tile_position
 from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
 from grouped_experts.ops.portable.launch import Kernel, cdiv, kernel, num_processors
 
@@ -43,8 +43,8 @@ def weight_tile(
 
 @gluon.jit
 def produce(
-    a_desc, b_desc, c_desc, a_smem, b_smem, c_smem, full, empty, masked, starts_ptr, ends_ptr,
-    num_rows, num_experts, M, N,
+    a_desc, b_desc, c_desc, c_ptr, a_smem, b_smem, c_smem, full, empty, masked, starts_ptr, ends_ptr,
+    num_rows, num_experts, M, N, ACCUMULATE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     HALF: gl.constexpr = BLOCK_M // 2
@@ -57,20 +57,26 @@ def produce(
         e, m0, n0, start, end = weight_tile(  # not loaded ahead, for the reasons in m_grouped.py
             t, total, starts_ptr, ends_ptr, num_rows, num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M
         )
-        for t0 in range(start, end, BLOCK_T):
+        steps = gl.cdiv(end - start, BLOCK_T)
+        partial = (end - start) % BLOCK_T > 0
+        for i in range(steps):
+            # The last block, if it is not full, comes second.
+            later = gl.where(i == 1, steps - 1, i - 1)
+            t0 = start + gl.where(partial & (i > 0), later, i) * BLOCK_T
+            bar = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(full.index(stage), 2 * a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-            async_load(a_desc, [t0, m0], full.index(stage), a_smem.index(2 * stage))
-            async_load(a_desc, [t0, m0 + HALF], full.index(stage), a_smem.index(2 * stage + 1))
-            async_load(b_desc, [t0, n0], full.index(stage), b_smem.index(stage))
+            mbarrier.expect(bar, 2 * a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+            async_load(a_desc, [t0, m0], bar, a_smem.index(2 * stage))
+            async_load(a_desc, [t0, m0 + HALF], bar, a_smem.index(2 * stage + 1))
+            async_load(b_desc, [t0, n0], bar, b_smem.index(stage))
             stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
 def consume(
     half: gl.constexpr,
-    a_desc, b_desc, c_desc, a_smem, b_smem, c_smem, full, empty, masked, starts_ptr, ends_ptr,
-    num_rows, num_experts, M, N,
+    a_desc, b_desc, c_desc, c_ptr, a_smem, b_smem, c_smem, full, empty, masked, starts_ptr, ends_ptr,
+    num_rows, num_experts, M, N, ACCUMULATE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     HALF: gl.constexpr = BLOCK_M // 2
@@ -91,71 +97,101 @@ def consume(
         )
         steps = (end - start) // BLOCK_T
         rest = end - start - steps * BLOCK_T
+        first = gl.minimum(steps, 1)
         acc = gl.zeros((HALF, BLOCK_N), gl.float32, ACC)
-        before = 0
-        for i in range(steps):
+        done = -1  # the stage that the next step is done with
+        for _i in range(first):
             mbarrier.wait(full.index(stage), phase)
-            acc = warpgroup_mma(a_smem.index(2 * stage + half).permute((1, 0)), b_smem.index(stage), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            mbarrier.arrive(empty.index(before), count=1, pred=i > 0)
-            before = stage
+            acc, done = contract(half, stage, done, a_smem, b_smem, empty, acc)
             stage, phase = advance(stage, phase, STAGES)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index(before), count=1, pred=steps > 0)
-        if rest > 0:
+        for _i in range(gl.minimum(rest, 1)):  # the rows that fill no block, masked while the first ones are contracted
             mbarrier.wait(full.index(stage), phase)
-            a = a_smem.index(2 * stage + half)
-            b = b_smem.index(stage)
-            keep_first(a, rest, 4)
-            keep_first(b.slice(half * (BLOCK_N // 2), BLOCK_N // 2, 1), rest, 4)
+            keep_first(a_smem.index(2 * stage + half), rest)
+            keep_first(b_smem.index(stage).slice(half * (BLOCK_N // 2), BLOCK_N // 2, 1), rest)
             fence_async_shared()
             mbarrier.arrive(masked, count=1)
             mbarrier.wait(masked, tail_phase)
             tail_phase ^= 1
-            acc = warpgroup_mma(a.permute((1, 0)), b, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(empty.index(stage), count=1)
+            acc, done = contract(half, stage, done, a_smem, b_smem, empty, acc)
             stage, phase = advance(stage, phase, STAGES)
+        for _i in range(first, steps):
+            mbarrier.wait(full.index(stage), phase)
+            acc, done = contract(half, stage, done, a_smem, b_smem, empty, acc)
+            stage, phase = advance(stage, phase, STAGES)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index(gl.maximum(done, 0)), count=1, pred=done >= 0)
         row = m0 + half * HALF
-        tma.store_wait(0)
-        c_smem.index(half).reshape([HALF, BLOCK_N]).store(acc.to(c_desc.dtype))
-        fence_async_shared()
-        async_store(c_desc, [e, row, n0], c_smem.index(half))
+        if ACCUMULATE:
+            left, right = halves(acc)
+            quarters = halves(left) + halves(right)
+            parts = halves(quarters[0]) + halves(quarters[1]) + halves(quarters[2]) + halves(quarters[3])
+            for i in gl.static_range(8):
+                add_to(c_ptr, parts[i], e, row, M, n0 + i * (BLOCK_N // 8), N)
+        else:
+            tma.store_wait(0)
+            c_smem.index(half).reshape([HALF, BLOCK_N]).store(acc.to(c_desc.dtype))
+            fence_async_shared()
+            async_store(c_desc, [e, row, n0], c_smem.index(half))
         e, m0, n0, start, end = e_next, m0_next, n0_next, start_next, end_next
-    tma.store_wait(0)
+    if not ACCUMULATE:
+        tma.store_wait(0)
 
 
 @gluon.jit
-def keep_first(block, rows, WARPS: gl.constexpr):
+def contract(half: gl.constexpr, stage, done, a_smem, b_smem, empty, acc):
+    """Add one block of rows, leave it in flight, and give back the stage before it."""
+    acc = warpgroup_mma(a_smem.index(2 * stage + half).permute((1, 0)), b_smem.index(stage), acc, is_async=True)
+    acc = warpgroup_mma_wait(1, deps=[acc])
+    mbarrier.arrive(empty.index(gl.maximum(done, 0)), count=1, pred=done >= 0)
+    return acc, stage
+
+
+@gluon.jit
+def keep_first(block, rows):
     """Zero what is behind the first `rows` rows of a block in shared memory: 0 * NaN would be NaN."""
     LANES: gl.constexpr = block.shape[1] // 8
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     row = gl.arange(0, block.shape[0], gl.SliceLayout(1, LAYOUT))
     values = block.load(LAYOUT)
     block.store(gl.where((row < rows)[:, None], values, gl.zeros_like(values)))
 
 
 @gluon.jit
+def add_to(c_ptr, acc, e, m0, M, n0, N):
+    """c[e, m0.., n0..] += acc. Every element has one summand, so that the order of the atomic additions is no matter.
+
+    They are not waited for, as loads would be.
+    """
+    ACC: gl.constexpr = acc.type.layout
+    m = gl.arange(0, acc.shape[0], gl.SliceLayout(1, ACC))
+    n = gl.arange(0, acc.shape[1], gl.SliceLayout(0, ACC))
+    inside = (m < M - m0)[:, None] & (n < N - n0)[None, :]
+    tile = c_ptr + ((gl.to_tensor(e).to(gl.int64) * M + m0) * N + n0)
+    gl.atomic_add(tile + (m[:, None] * N + n[None, :]), acc, mask=inside, sem="relaxed")
+
+
+@gluon.jit
 def k_grouped_kernel(
     a_desc,  # (T, M), block (BLOCK_T, BLOCK_M / 2)
     b_desc,  # (T, N), block (BLOCK_T, BLOCK_N)
-    c_desc,  # (E, M, N), block (1, BLOCK_M / 2, BLOCK_N)
+    c_desc,  # (E, M, N), block (1, BLOCK_M / 2, BLOCK_N), or None with ACCUMULATE
+    c_ptr,  # fp32, with ACCUMULATE
     starts_ptr,  # (E,)
     ends_ptr,
     num_rows,
     num_experts,
     M,
     N,
+    ACCUMULATE: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_T: gl.constexpr,
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Grid (programs,), persistent, four warps. c[e] = a[r].T @ b[r]; zero for no rows."""
+    """Grid (programs,), persistent, four warps. c[e] = a[r].T @ b[r], or c[e] += with ACCUMULATE."""
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES] + a_desc.block_type.shape, a_desc.layout)
     b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
-    c_smem = gl.allocate_shared_memory(c_desc.dtype, [2] + c_desc.block_type.shape, c_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     masked = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -164,14 +200,17 @@ def k_grouped_kernel(
         mbarrier.init(empty.index(i), count=2)
     mbarrier.init(masked, count=2)
     fence_async_shared()
+    c_smem = masked  # not used
+    if not ACCUMULATE:
+        c_smem = gl.allocate_shared_memory(c_desc.dtype, [2] + c_desc.block_type.shape, c_desc.layout)
     gl.warp_specialize(
         [
-            (consume, (0, a_desc, b_desc, c_desc, a_smem, b_smem, c_smem, full, empty, masked, starts_ptr,
-                ends_ptr, num_rows, num_experts, M, N, BLOCK_M, BLOCK_N, BLOCK_T, GROUP_M, STAGES)),
-            (consume, (1, a_desc, b_desc, c_desc, a_smem, b_smem, c_smem, full, empty, masked, starts_ptr,
-                ends_ptr, num_rows, num_experts, M, N, BLOCK_M, BLOCK_N, BLOCK_T, GROUP_M, STAGES)),
-            (produce, (a_desc, b_desc, c_desc, a_smem, b_smem, c_smem, full, empty, masked, starts_ptr,
-                ends_ptr, num_rows, num_experts, M, N, BLOCK_M, BLOCK_N, BLOCK_T, GROUP_M, STAGES)),
+            (consume, (0, a_desc, b_desc, c_desc, c_ptr, a_smem, b_smem, c_smem, full, empty, masked, starts_ptr,
+                ends_ptr, num_rows, num_experts, M, N, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_T, GROUP_M, STAGES)),
+            (consume, (1, a_desc, b_desc, c_desc, c_ptr, a_smem, b_smem, c_smem, full, empty, masked, starts_ptr,
+                ends_ptr, num_rows, num_experts, M, N, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_T, GROUP_M, STAGES)),
+            (produce, (a_desc, b_desc, c_desc, c_ptr, a_smem, b_smem, c_smem, full, empty, masked, starts_ptr,
+                ends_ptr, num_rows, num_experts, M, N, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_T, GROUP_M, STAGES)),
         ],
         [4, 1],
         [232, 24],
@@ -183,15 +222,29 @@ def k_grouped_gemm(a: Tensor, b: Tensor, starts: Tensor, ends: Tensor, out_dtype
     if out_dtype != a.dtype or not is_fast("k_grouped_gemm", a.shape[0], num_experts, columns, a, b):
         return portable.k_grouped_gemm(a, b, starts, ends, out_dtype)
     c = a.new_empty(num_experts, rows, columns)
+    launch_k_grouped(c, a, b, starts, ends, accumulate=False)
+    return c
+
+
+def k_grouped_gemm_accumulate(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tensor) -> None:
+    suits = c.dtype == torch.float32 and c.is_contiguous()
+    if not suits or not is_fast("k_grouped_gemm_accumulate", a.shape[0], c.shape[0], c.shape[2], a, b):
+        return portable.k_grouped_gemm_accumulate(c, a, b, starts, ends)
+    launch_k_grouped(c, a, b, starts, ends, accumulate=True)
+
+
+def launch_k_grouped(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tensor, accumulate: bool) -> None:
+    num_experts, rows, columns = c.shape
     tile = choose_tile("wgrad", columns)
     half = BLOCK_M // 2
     c_block = (1, half, tile.block_n)
-    k_grouped(tile).launch(
+    k_grouped(tile, accumulate).launch(
         (min(num_processors(a.device), num_experts * cdiv(rows, BLOCK_M) * cdiv(columns, tile.block_n)),),
         a.device,
         descriptor(a, (a.shape[0], rows), (a.stride(0), 1), (tile.block_k, half)),
         descriptor(b, (b.shape[0], columns), (b.stride(0), 1), (tile.block_k, tile.block_n)),
-        descriptor(c, (num_experts, rows, columns), (rows * columns, columns, 1), c_block),
+        None if accumulate else descriptor(c, (num_experts, rows, columns), (rows * columns, columns, 1), c_block),
+        c if accumulate else None,
         starts,
         ends,
         a.shape[0],
@@ -199,13 +252,13 @@ def k_grouped_gemm(a: Tensor, b: Tensor, starts: Tensor, ends: Tensor, out_dtype
         rows,
         columns,
     )
-    return c
 
 
 @functools.cache
-def k_grouped(tile: Tile) -> Kernel:
+def k_grouped(tile: Tile, accumulate: bool) -> Kernel:
     return kernel(
         k_grouped_kernel,
+        ACCUMULATE=accumulate,
         BLOCK_M=BLOCK_M,
         BLOCK_N=tile.block_n,
         BLOCK_T=tile.block_k,
