@@ -142,7 +142,8 @@ def launch_hopper(dtype: torch.dtype) -> None:
                 hopper.fc1_activation(x, weight, ends, ends, None, scale, activation, tiles)
         a = torch.empty(rows, inner, dtype=dtype)
         hopper.k_grouped_gemm(x, a, ends, ends, dtype)
-        hopper.k_grouped_gemm_accumulate(torch.empty(experts, hidden, inner), x, a, ends, ends)
+        sum_of = torch.empty(1, hidden, inner)  # of one expert: many rows
+        hopper.k_grouped_gemm_accumulate(sum_of, x, a, ends[:1], ends[:1])
 
 
 def main() -> None:
