@@ -33,6 +33,7 @@ class Compiled:
 
     name: str
     arch: int
+    gluon: bool
     registers: int
     spills: int
     shared: int
@@ -54,7 +55,7 @@ def compile_launches(patch: pytest.MonkeyPatch, arch: int, call: Callable[[], An
         )
         source = (GluonASTSource if self.is_gluon() else ASTSource)(self, signature, constexprs, attrs)
         kernel = triton.compile(source, target=target, options=options.__dict__)
-        made.append(inspect_kernel(self.__name__, arch, kernel))
+        made.append(inspect_kernel(self.__name__, arch, self.is_gluon(), kernel))
 
     patch.setattr(JITFunction, "run", compile_only)
     for module in (launch, products, k_grouped):
@@ -65,7 +66,7 @@ def compile_launches(patch: pytest.MonkeyPatch, arch: int, call: Callable[[], An
     return made
 
 
-def inspect_kernel(name: str, arch: int, kernel: Any) -> Compiled:
+def inspect_kernel(name: str, arch: int, gluon: bool, kernel: Any) -> Compiled:
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
     def run(*command: Any) -> str:
@@ -86,6 +87,7 @@ def inspect_kernel(name: str, arch: int, kernel: Any) -> Compiled:
     return Compiled(
         name,
         arch,
+        gluon,
         int(re.search(r"REG:(\d+)", usage).group(1)),
         int(re.search(r"STACK:(\d+)", usage).group(1)),
         kernel.metadata.shared,

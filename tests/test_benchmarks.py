@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import needs_cuda
 
-from benchmarks import cpu, gpu, gpu_inputs, gpu_layers, gpu_moves, gpu_products, records
+from benchmarks import cpu, gpu, gpu_inputs, gpu_layers, gpu_moves, gpu_products, plot, records, roofline
 from benchmarks.records import Record, record
 from benchmarks.timing import Round, event_ms, interleaved_ms
 
@@ -83,6 +84,17 @@ def test_every_comparison_agrees_with_its_peer_and_is_summed_up(
     gpu.summarise(made)
     printed = capsys.readouterr().out
     assert all(name in printed for name in gpu.SUMMARY)
+
+
+def test_what_is_made_of_the_records_of_a_run(made: list[Record], tmp_path: Path) -> None:
+    rates = {"tflops": 100.0, "tbps": 3.0}  # those of sizes so small are rounded to zero
+    plain = [{k: rates.get(k, v) for k, v in asdict(each).items() if v is not None} for each in made]
+    table = list(roofline.rows_of(plain))
+    products = [r for r in made if r.op in ("m_grouped_nt", "m_grouped_nn", "k_grouped") and r.variant != "dense"]
+    assert len(table) == 2 + len(products) == 2 + 8
+    assert roofline.work({"shape": {"E": 2, "M": 10, "N": 3, "K": 5}}) == (300e-12, (2 * 10 * 8 + 2 * 2 * 15) / 1e9)
+    plot.draw(plain, tmp_path / "bars.png")
+    assert (tmp_path / "bars.png").stat().st_size > 1000
 
 
 def test_a_wrong_result_is_not_timed(here: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,13 @@ from layer import by_layer
 from torch import Tensor
 
 from grouped_experts import GroupedMLP, RowRanges
-from grouped_experts.ops import fc1_activation, k_grouped_gemm, k_grouped_gemm_accumulate, m_grouped_gemm
+from grouped_experts.ops import (
+    fc1_activation,
+    k_grouped_gemm,
+    k_grouped_gemm_accumulate,
+    m_grouped_gemm,
+    scaled_activation,
+)
 from grouped_experts.ops.families import choose_family, use_family
 
 BF16 = torch.bfloat16
@@ -144,6 +150,28 @@ def test_activation(activation: str, inner: int, scaled: bool, paths: list[str])
     same = (h == h_portable)[owned].all(1)  # a depends on how h is rounded
     assert same.float().mean() > 0.9
     close(a[owned][same], a_portable[owned][same].double())
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
+def test_many_tiles_to_a_program_with_little_to_contract(activation: str) -> None:
+    """Stores of one tile meet those of the next, full tiles and others in turn."""
+    layout = contiguous([700, 129, 0, 64, 3000, 1, 511, 900], spare=7)
+    x, probs = random_rows(8, layout), random_rows(1, layout, dtype=torch.float32)[:, 0].abs()
+    w = randn(E, 2048 if activation == "squared_relu" else 4096, 8) * 8**-0.5
+    owned = torch.cat([torch.arange(*bounds, device="cuda") for bounds in layout.bounds])
+    for _ in range(5):
+        h, a = fc1_activation(x, w, layout.rows("cuda"), probs, activation=activation)
+        y = m_grouped_gemm(x, w, layout.rows("cuda"))
+        assert torch.equal(h[owned], y[owned])
+        close(h[owned], product(x, w.mT, layout)[owned])
+        with use_family("portable"):
+            close(a[owned], scaled_activation(h, probs, layout.rows("cuda"), activation=activation)[owned].double())
+
+
+def test_no_experts() -> None:
+    rows = RowRanges.contiguous([], num_rows=200, device="cuda")
+    assert k_grouped_gemm(randn(200, 64), randn(200, 64), rows).shape == (0, 64, 64)
+    assert bool((m_grouped_gemm(randn(200, 64), randn(0, 64, 64), rows) == 0).all())
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])

@@ -392,6 +392,11 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, object], type[Exception], str]] = {
         TypeError,
         "rows.starts: wanted dtype int32, got torch.int64",
     ),
+    "rows-strided": (
+        {"rows": RowRanges(*torch.tensor([[0, 1], [1, 4]], dtype=torch.int32).unbind(1))},
+        ValueError,
+        r"rows.starts: wanted a contiguous tensor, got strides \(2,\)",
+    ),
     "rows-uneven": (
         {"rows": RowRanges(torch.tensor([0, 1]).int(), torch.tensor([4]).int())},
         ValueError,

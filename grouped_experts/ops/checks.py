@@ -60,5 +60,7 @@ def check_rows(rows: RowRanges, num_experts: int | None, like: Tensor) -> None:
             raise TypeError(f"{name}: wanted a tensor, got {type(tensor).__name__}")
         if tensor.dtype != torch.int32:
             raise TypeError(f"{name}: wanted dtype int32, got {tensor.dtype}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: wanted a contiguous tensor, got strides {tensor.stride()}")
         check_shape(name, tensor, (rows.num_experts if num_experts is None else num_experts,), "(E,)")
         check_device(name, tensor, like)

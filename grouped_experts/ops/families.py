@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -32,7 +31,7 @@ def choose_family(device: torch.device, dtypes: Iterable[torch.dtype]) -> str:
 @functools.cache
 def _choice(forced: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
     wanted = forced or _fastest(device)
-    if wanted == "hopper" and not {torch.bfloat16, torch.float16}.intersection(dtypes):
+    if wanted == "hopper" and not (_is_hopper(device) and {torch.bfloat16, torch.float16}.intersection(dtypes)):
         wanted = "portable"
     return "reference" if beyond_portable().intersection(dtypes) else wanted
 
@@ -40,8 +39,11 @@ def _choice(forced: str | None, device: torch.device, dtypes: tuple[torch.dtype,
 def _fastest(device: torch.device) -> str:
     if device.type != "cuda" or not has_triton():
         return "reference"
-    hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
-    return "hopper" if hopper and has_gluon() else "portable"
+    return "hopper" if _is_hopper(device) and has_gluon() else "portable"
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @contextlib.contextmanager
@@ -94,7 +96,7 @@ def has_triton() -> bool:
 @functools.cache
 def has_gluon() -> bool:
     """A Triton whose Gluon is known: it is experimental, and its names move."""
-    major, minor = importlib.metadata.version("triton").split(".")[:2]
+    major, minor = importlib.import_module("triton").__version__.split(".")[:2]
     oldest, newest = GLUON
     return oldest <= (int(major), int(minor)) <= newest
 

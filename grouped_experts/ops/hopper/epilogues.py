@@ -37,6 +37,7 @@ def activate(
     out_smem, ACT: gl.constexpr, GATED: gl.constexpr, BUFFERS: gl.constexpr
 ):  # fmt: skip
     """h = acc, rounded; a = p * act(h) of the rounded h. With a gate acc is [gate | up]."""
+    tma.store_wait(0)  # the last tile's stores: theirs need not be the buffers that come next, nor as many
     left, right = halves(acc)
     if GATED:
         activate_part(

@@ -126,7 +126,7 @@ def consume(
             quarters = halves(left) + halves(right)
             parts = halves(quarters[0]) + halves(quarters[1]) + halves(quarters[2]) + halves(quarters[3])
             for i in gl.static_range(8):
-                add_to(c_ptr, parts[i], e, row, M, n0 + i * (BLOCK_N // 8), N)
+                add_to(c_ptr, parts[i], e, gl.where(end > start, row, M), M, n0 + i * (BLOCK_N // 8), N)
         else:
             tma.store_wait(0)
             c_smem.index(half).reshape([HALF, BLOCK_N]).store(acc.to(c_desc.dtype))
@@ -160,7 +160,7 @@ def keep_first(block, rows):
 def add_to(c_ptr, acc, e, m0, M, n0, N):
     """c[e, m0.., n0..] += acc. Every element has one summand, so that the order of the atomic additions is no matter.
 
-    They are not waited for, as loads would be.
+    They are not waited for, as loads would be. On a GPU they take numbers below the normal ones of fp32 for zero.
     """
     ACC: gl.constexpr = acc.type.layout
     m = gl.arange(0, acc.shape[0], gl.SliceLayout(1, ACC))
@@ -219,7 +219,8 @@ def k_grouped_kernel(
 
 def k_grouped_gemm(a: Tensor, b: Tensor, starts: Tensor, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
     num_experts, rows, columns = starts.shape[0], a.shape[1], b.shape[1]
-    if out_dtype != a.dtype or not is_fast("k_grouped_gemm", a.shape[0], num_experts, columns, a, b):
+    but = None if out_dtype == a.dtype else f"the output is {out_dtype}"
+    if not is_fast("k_grouped_gemm", a.shape[0], num_experts, columns, a, b, but=but):
         return portable.k_grouped_gemm(a, b, starts, ends, out_dtype)
     c = a.new_empty(num_experts, rows, columns)
     launch_k_grouped(c, a, b, starts, ends, accumulate=False)
@@ -227,9 +228,12 @@ def k_grouped_gemm(a: Tensor, b: Tensor, starts: Tensor, ends: Tensor, out_dtype
 
 
 def k_grouped_gemm_accumulate(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tensor) -> None:
-    # With fewer rows than that, additions outlast the products: on an H200 Gluon is ahead at 1024, not at 512.
-    suits = c.dtype == torch.float32 and c.is_contiguous() and a.shape[0] >= 768 * c.shape[0]
-    if not suits or not is_fast("k_grouped_gemm_accumulate", a.shape[0], c.shape[0], c.shape[2], a, b):
+    but = None
+    if a.shape[0] < 768 * c.shape[0]:  # on an H200 Gluon is ahead at 1024 rows an expert, not at 512
+        but = "additions outlast the products of so few rows"
+    elif c.dtype != torch.float32 or not c.is_contiguous():
+        but = f"the sum is {c.dtype} with strides {c.stride()}"
+    if not is_fast("k_grouped_gemm_accumulate", a.shape[0], c.shape[0], c.shape[2], a, b, but=but):
         return portable.k_grouped_gemm_accumulate(c, a, b, starts, ends)
     launch_k_grouped(c, a, b, starts, ends, accumulate=True)
 

@@ -32,13 +32,14 @@ def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
 
 
-def is_fast(op: str, num_rows: int, num_experts: int, columns: int, *operands: Tensor) -> bool:
-    """Whether the Gluon kernels take the call; which ones do not, and why, goes to the debug log.
+def is_fast(op: str, num_rows: int, num_experts: int, columns: int, *operands: Tensor, but: str | None = None) -> bool:
+    """Whether the Gluon kernels take the call; which kernels do, and why, goes to the debug log.
 
-    They take tiles of 128 rows (`row_block`), and operands and outputs that TMA can address.
+    They take tiles of 128 rows (`row_block`), and operands and outputs that TMA can address. but: what else speaks
+    against them.
     """
-    reason = None
-    if row_block(num_rows, num_experts) != BLOCK_M:
+    reason = but
+    if num_experts == 0 or row_block(num_rows, num_experts) != BLOCK_M:
         reason = f"{num_rows} rows for {num_experts} experts are few"
     elif columns % 8:
         reason = f"{columns} columns are no multiple of 8"

@@ -43,7 +43,8 @@ def launch_m_grouped(
     else:
         w_shape, w_block = (w.shape[0], 1, depth, columns), (1, 1, tile.block_k, tile.block_n)
         w_strides = (w.stride(0), w.stride(0), w.stride(1), 1)
-    block = (half, 1, tile.block_n // tile.split)  # each part by itself
+    # Of an accumulator with an activation each half leaves by itself: gate and up, or left and right.
+    block = (half, 1, tile.block_n if h is None else tile.block_n * parts // 2)
     rows, row_strides = (num_rows, 1, columns), (columns, columns, 1)
     made.launch(
         (min(num_processors(x.device), (tiles.shape[0] - 1) * cdiv(columns, tile.block_n)),),
@@ -125,8 +126,9 @@ def fc1_activation(
 ) -> tuple[Tensor, Tensor]:
     parts = 2 if ACTIVATIONS[activation].gated else 1
     columns = fc1_weight.shape[1] // parts
-    # With a bias, gate and up together need more registers than there are.
-    if fc1_bias is not None or not is_fast("fc1_activation", x.shape[0], fc1_weight.shape[0], columns, x, fc1_weight):
+    operands = (x, fc1_weight)
+    but = None if fc1_bias is None else "with a bias, gate and up together need more registers than there are"
+    if not is_fast("fc1_activation", x.shape[0], fc1_weight.shape[0], columns, *operands, but=but):
         return portable.fc1_activation(x, fc1_weight, starts, ends, fc1_bias, probs, activation, tiles)
     h, a = x.new_empty(x.shape[0], fc1_weight.shape[1]), x.new_empty(x.shape[0], columns)
     tile = choose_tile("gated" if parts == 2 else "ungated", columns)

@@ -16,7 +16,6 @@ class Tile:
     block_n: int
     block_k: int = 64
     stages: int = 3
-    split: int = 1  # parts of the columns that the epilogue takes one by one, for want of registers
     buffers: int = 1  # for stores, of each consumer
     group_m: int = 8  # tiles of rows that share a column of tiles, so that both operands stay in the L2 cache
 
@@ -25,13 +24,13 @@ BLOCK_M = 128
 WIDE = {
     "product": Tile(256),
     "gated": Tile(128, buffers=2),
-    "ungated": Tile(128, stages=4, split=2, buffers=2),  # with 256 columns Triton 3.9 spills
+    "ungated": Tile(128, stages=4, buffers=2),  # with 256 columns Triton 3.9 spills
     "wgrad": Tile(256),
 }
 NARROW = {
     "product": Tile(128, stages=4),
     "gated": Tile(64, stages=4, buffers=2),
-    "ungated": Tile(128, stages=4, split=2, buffers=2),
+    "ungated": Tile(128, stages=4, buffers=2),
     "wgrad": Tile(128, stages=4),
 }
 
