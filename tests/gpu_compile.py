@@ -79,11 +79,12 @@ def inspect_kernel(name: str, arch: int, gluon: bool, kernel: Any) -> Compiled:
         ptx.write_text(kernel.asm["ptx"])
         usage = run(tools / "cuobjdump", "--dump-resource-usage", cubin)
         sass = run(tools / "cuobjdump", "--dump-sass", cubin)
-        target = re.search(r"\.target (\w+)", kernel.asm["ptx"])
-        ptxas = tools / ("ptxas-blackwell" if arch >= 100 and (tools / "ptxas-blackwell").exists() else "ptxas")
-        said = run(ptxas, "-v", f"--gpu-name={target.group(1)}", ptx, "-o", Path(folder) / "o.cubin")
-    names = ("HGMMA", "HMMA", "UTMALDG", "UTMASTG", "LDL", "STL")
-    counts = {name: len(re.findall(rf"\b{name}\b", sass)) for name in names}
+        names = ("HGMMA", "HMMA", "UTMALDG", "UTMASTG", "LDL", "STL")
+        counts = {name: len(re.findall(rf"\b{name}\b", sass)) for name in names}
+        said = ""
+        if counts["HGMMA"]:  # what ptxas said is lost, and it has something to say of wgmma alone
+            target = re.search(r"\.target (\w+)", kernel.asm["ptx"])
+            said = run(tools / "ptxas", "-v", f"--gpu-name={target.group(1)}", ptx, "-o", Path(folder) / "o.cubin")
     return Compiled(
         name,
         arch,
