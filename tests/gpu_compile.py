@@ -43,7 +43,7 @@ class Compiled:
 
 def compile_launches(patch: pytest.MonkeyPatch, arch: int, call: Callable[[], Any]) -> list[Compiled]:
     """Run `call` on CPU tensors as if on a GPU of compute capability `arch`, every launch replaced by a compilation."""
-    made: list[Compiled] = []
+    made: dict[str, Compiled] = {}  # by what Triton names a compilation: many launches share one
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         target = GPUTarget("cuda", arch, 32)
@@ -55,7 +55,8 @@ def compile_launches(patch: pytest.MonkeyPatch, arch: int, call: Callable[[], An
         )
         source = (GluonASTSource if self.is_gluon() else ASTSource)(self, signature, constexprs, attrs)
         kernel = triton.compile(source, target=target, options=options.__dict__)
-        made.append(inspect_kernel(self.__name__, arch, self.is_gluon(), kernel))
+        if kernel.hash not in made:
+            made[kernel.hash] = inspect_kernel(self.__name__, arch, self.is_gluon(), kernel)
 
     patch.setattr(JITFunction, "run", compile_only)
     for module in (launch, products, k_grouped):
@@ -63,7 +64,7 @@ def compile_launches(patch: pytest.MonkeyPatch, arch: int, call: Callable[[], An
     for module in (products, k_grouped, hopper_products, hopper_k_grouped):
         patch.setattr(module, "num_processors", lambda device: 132)
     call()
-    return made
+    return list(made.values())
 
 
 def inspect_kernel(name: str, arch: int, gluon: bool, kernel: Any) -> Compiled:
@@ -141,7 +142,7 @@ def launch_hopper(dtype: torch.dtype) -> None:
         hopper.m_grouped_gemm(dy, w2, ends, ends, None, None, False, tiles)
         for activation in ACTIVATIONS:
             weight = w1 if ACTIVATIONS[activation].gated else w1[:, :inner]
-            for scale in (None, probs):
+            for scale in (None, probs) if activation == "swiglu" else (probs,):
                 hopper.fc1_activation(x, weight, ends, ends, None, scale, activation, tiles)
         a = torch.empty(rows, inner, dtype=dtype)
         hopper.k_grouped_gemm(x, a, ends, ends, dtype)
@@ -150,13 +151,18 @@ def launch_hopper(dtype: torch.dtype) -> None:
 
 
 def main() -> None:
-    """Arguments: an arch, mean rows an expert (or "hopper", for Gluon kernels), a dtype. Prints the kernels as JSON."""
-    arch, rows, dtype = int(sys.argv[1]), sys.argv[2], getattr(torch, sys.argv[3])
+    """Arguments: an arch, a dtype, mean rows an expert of each layer, or "hopper" for Gluon kernels. Prints JSON."""
+    arch, dtype, layers = int(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3:]
+
+    def launch_all() -> None:
+        for layer in layers:
+            if layer == "hopper":
+                launch_hopper(dtype)
+            else:
+                launch_everything(64 * int(layer), dtype)
+
     with pytest.MonkeyPatch.context() as patch:
-        if rows == "hopper":
-            made = compile_launches(patch, arch, lambda: launch_hopper(dtype))
-        else:
-            made = compile_launches(patch, arch, lambda: launch_everything(64 * int(rows), dtype))
+        made = compile_launches(patch, arch, launch_all)
     print(json.dumps([asdict(kernel) for kernel in made]))
 
 
