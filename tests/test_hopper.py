@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -204,8 +204,10 @@ def test_nothing_of_a_neighbour_is_touched(value: float) -> None:
     ],
     ids=["few-rows", "columns", "row-stride", "rows-transposed", "weight-transposed"],
 )
-def test_what_they_do_not_take_goes_to_the_portable_kernels(why: str, make: object, paths: list[str]) -> None:
-    x, w, counts = make()  # type: ignore[operator]
+def test_what_they_do_not_take_goes_to_the_portable_kernels(
+    why: str, make: Callable[[], tuple[Tensor, Tensor, list[int]]], paths: list[str]
+) -> None:
+    x, w, counts = make()
     layout = contiguous(counts)
     close(m_grouped_gemm(x, w, layout.rows("cuda")), product(x, w.mT, layout))
     message = paths[-1]

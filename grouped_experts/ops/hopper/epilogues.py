@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from grouped_experts.ops.hopper.compat import async_store
-from grouped_experts.ops.hopper.pipeline import halves
+from grouped_experts.ops.hopper.pipeline import halves, row_pieces
 
 
 @gluon.jit
@@ -72,13 +72,6 @@ def activate_part(
     if probs_ptr is not None:
         s *= load_rows(probs_ptr, m0, end, s)[:, None]
     store_rows(a_desc, a_ptr, s.to(a_desc.dtype), out_smem, FIRST if GATED else LAST, m0, end, 0, n0, N, 1, BUFFERS)
-
-
-@gluon.constexpr_function
-def row_pieces(columns):
-    """Eight elements to a thread, 16 bytes, and as many threads to a row as that takes."""
-    lanes = min(32, columns // 8)
-    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
 
 
 @gluon.jit

@@ -22,9 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from grouped_experts.ops import portable
 from grouped_experts.ops.hopper.compat import async_load, async_store
 from grouped_experts.ops.hopper.launch import descriptor, is_fast
-from grouped_experts.ops.hopper.pipeline import advance, halves, tile_position
+from grouped_experts.ops.hopper.pipeline import advance, halves, row_pieces
 from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
 from grouped_experts.ops.portable.launch import Kernel, cdiv, kernel, num_processors
+from grouped_experts.ops.portable.m_grouped import tile_position
 
 
 @gluon.jit
@@ -149,8 +150,7 @@ def contract(half: gl.constexpr, stage, done, a_smem, b_smem, empty, acc):
 @gluon.jit
 def keep_first(block, rows):
     """Zero what is behind the first `rows` rows of a block in shared memory: 0 * NaN would be NaN."""
-    LANES: gl.constexpr = block.shape[1] // 8
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = row_pieces(block.shape[1])
     row = gl.arange(0, block.shape[0], gl.SliceLayout(1, LAYOUT))
     values = block.load(LAYOUT)
     block.store(gl.where((row < rows)[:, None], values, gl.zeros_like(values)))

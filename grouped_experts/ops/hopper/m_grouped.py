@@ -16,7 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from grouped_experts.ops.hopper.compat import async_load
-from grouped_experts.ops.hopper.pipeline import advance, tile_position
+from grouped_experts.ops.hopper.pipeline import advance
+from grouped_experts.ops.portable.m_grouped import tile_position
 
 
 @gluon.jit
@@ -150,10 +151,9 @@ def m_grouped_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
-    out_smem = full  # not used
     if y_desc is not None:
         out_smem = gl.allocate_shared_memory(y_desc.dtype, [2 * BUFFERS] + y_desc.block_type.shape, y_desc.layout)
-    elif a_desc is not None:
+    else:
         out_smem = gl.allocate_shared_memory(a_desc.dtype, [2 * BUFFERS] + a_desc.block_type.shape, a_desc.layout)
     gl.warp_specialize(
         [

@@ -1,19 +1,9 @@
-"""What the Hopper kernels share: the order of tiles, the ring of stages, and parts of a tile."""
+"""What the Hopper kernels share: the ring of stages, and parts of a tile."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-
-@gluon.jit
-def tile_position(t, num_m, num_n, GROUP_M: gl.constexpr):
-    """Tiles in groups of GROUP_M rows of tiles, column by column, so that both operands stay in the L2 cache."""
-    group = t // (GROUP_M * num_n)
-    first = group * GROUP_M
-    size = gl.minimum(num_m - first, GROUP_M)
-    within = t - group * GROUP_M * num_n
-    return first + within % size, within // size
 
 
 @gluon.jit
@@ -34,3 +24,10 @@ def halves(block):
     )
     left, right = block.reshape([block.shape[0], 2, block.shape[1] // 2]).permute([0, 2, 1]).split()
     return gl.convert_layout(left, LAYOUT, assert_trivial=True), gl.convert_layout(right, LAYOUT, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def row_pieces(columns):
+    """A layout of four warps: eight elements to a thread, 16 bytes, and as many threads to a row as that takes."""
+    lanes = min(32, columns // 8)
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])

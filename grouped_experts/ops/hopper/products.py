@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from torch import Tensor
 
@@ -73,7 +72,7 @@ def m_grouped(tile: Tile, transpose_w: bool, activation: str | None) -> Kernel:
         EPILOGUE=epilogues.store_product if activation is None else epilogues.activate,
         ACT=None if activation is None else VALUES[activation],
         GATED=activation is not None and ACTIVATIONS[activation].gated,
-        BUFFERS=tile.buffers,
+        BUFFERS=1 if activation is None else 2,
         GAPS=int(activation is None),
         TRANSPOSE_W=transpose_w,
         BLOCK_N=tile.block_n,
@@ -126,13 +125,12 @@ def fc1_activation(
 ) -> tuple[Tensor, Tensor]:
     parts = 2 if ACTIVATIONS[activation].gated else 1
     columns = fc1_weight.shape[1] // parts
-    operands = (x, fc1_weight)
     but = None if fc1_bias is None else "with a bias, gate and up together need more registers than there are"
-    if not is_fast("fc1_activation", x.shape[0], fc1_weight.shape[0], columns, *operands, but=but):
+    if not is_fast("fc1_activation", x.shape[0], fc1_weight.shape[0], columns, x, fc1_weight, but=but):
         return portable.fc1_activation(x, fc1_weight, starts, ends, fc1_bias, probs, activation, tiles)
     h, a = x.new_empty(x.shape[0], fc1_weight.shape[1]), x.new_empty(x.shape[0], columns)
     tile = choose_tile("gated" if parts == 2 else "ungated", columns)
-    arguments: dict[str, Any] = {"parts": parts, "a": a, "h": h, "probs": contiguous(probs)}
+    made = m_grouped(tile, True, activation)
     schedule = schedule_of(tiles, starts, ends, x.shape[0])
-    launch_m_grouped(x, fc1_weight, schedule, tile, columns, m_grouped(tile, True, activation), **arguments)
+    launch_m_grouped(x, fc1_weight, schedule, tile, columns, made, parts=parts, a=a, h=h, probs=contiguous(probs))
     return h, a

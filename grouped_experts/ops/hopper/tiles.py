@@ -16,21 +16,20 @@ class Tile:
     block_n: int
     block_k: int = 64
     stages: int = 3
-    buffers: int = 1  # for stores, of each consumer
     group_m: int = 8  # tiles of rows that share a column of tiles, so that both operands stay in the L2 cache
 
 
 BLOCK_M = 128
 WIDE = {
     "product": Tile(256),
-    "gated": Tile(128, buffers=2),
-    "ungated": Tile(128, stages=4, buffers=2),  # with 256 columns Triton 3.9 spills
+    "gated": Tile(128),
+    "ungated": Tile(128, stages=4),  # with 256 columns Triton 3.9 spills
     "wgrad": Tile(256),
 }
 NARROW = {
     "product": Tile(128, stages=4),
-    "gated": Tile(64, stages=4, buffers=2),
-    "ungated": Tile(128, stages=4, buffers=2),
+    "gated": Tile(64, stages=4),
+    "ungated": Tile(128, stages=4),
     "wgrad": Tile(128, stages=4),
 }
 
