@@ -10,7 +10,7 @@ from statistics import geometric_mean
 
 import torch
 
-from benchmarks.gpu_layers import experts_layer, host_cost, routed_layer, skewed_layers
+from benchmarks.gpu_layers import experts_layer, host_costs, routed_layer, skewed_layers
 from benchmarks.gpu_moves import activations, permutations
 from benchmarks.gpu_products import products
 from benchmarks.records import Record, write
@@ -32,6 +32,7 @@ SUMMARY: dict[str, list[tuple[str, str | None]]] = {
     "k_grouped": [("k_grouped", None)],
     "dense": [("m_grouped_nt", "dense"), ("m_grouped_nn", "dense")],
     "accumulate": [("k_grouped", "accumulate")],
+    "fused": [("fc1_activation", None), ("fc2_dgrad_activation", None)],
     "experts_layer": [("experts_layer", None)],
     "skew": [
         ("experts_layer", "one expert with half the rows"),
@@ -43,6 +44,7 @@ SUMMARY: dict[str, list[tuple[str, str | None]]] = {
     "permute": [("permute", None)],
     "unpermute": [("permute", "unpermute")],
     "host cost": [("experts_layer", "host cost")],
+    "portable host": [("experts_layer", "host cost beside the portable kernels")],
 }
 
 
@@ -74,7 +76,7 @@ def main() -> None:
         records.append(routed_layer(shape, given.rounds))
         records += permutations(shape, given.rounds)
         torch.cuda.empty_cache()
-    records += [*skewed_layers(SHAPES["B"], given.rounds), host_cost(given.rounds)]
+    records += [*skewed_layers(SHAPES["B"], given.rounds), *host_costs(given.rounds)]
     summarise(records)
     print(f"wrote {write(given.name, {'gpu': torch.cuda.get_device_name()}, records)}")
 

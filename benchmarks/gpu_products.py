@@ -12,7 +12,15 @@ from benchmarks.gpu_inputs import COUNTS, DTYPE, Shape, check, normal, path, une
 from benchmarks.records import Record, record
 from benchmarks.timing import event_ms
 from grouped_experts import RowRanges
-from grouped_experts.ops import k_grouped_gemm, k_grouped_gemm_accumulate, m_grouped_gemm
+from grouped_experts.ops import (
+    fc1_activation,
+    fc2_dgrad_activation,
+    k_grouped_gemm,
+    k_grouped_gemm_accumulate,
+    m_grouped_gemm,
+    scaled_activation,
+    scaled_activation_backward,
+)
 
 
 def products(shape: Shape, rounds: int) -> list[Record]:
@@ -32,6 +40,39 @@ def products(shape: Shape, rounds: int) -> list[Record]:
             records.append(made)
         records += _beside_one_expert(x, w, dy, rows, sizes, rounds)
         records.append(_accumulating(x, w, dy, rows, ends, sizes, rounds))
+    return records + _fused(shape, rows, ends, rounds)
+
+
+def _fused(shape: Shape, rows: RowRanges, ends: Tensor, rounds: int) -> list[Record]:
+    """fc1 with the activation and fc2's dgrad with its backward, against F.grouped_mm and the activation's kernel."""
+    experts, num_rows, hidden, inner = (shape[name] for name in ("E", "M", "H", "I"))
+    x, dy, h = normal(num_rows, hidden), normal(num_rows, hidden), normal(num_rows, 2 * inner)
+    w1, w2 = normal(experts, 2 * inner, hidden) * hidden**-0.5, normal(experts, hidden, inner) * hidden**-0.5
+    probs = torch.rand(num_rows, device=x.device)
+
+    def theirs_forward() -> tuple[Tensor, Tensor]:
+        h = F.grouped_mm(x, w1.transpose(1, 2), offs=ends)
+        return h, scaled_activation(h, probs, rows)
+
+    runs: tuple[tuple[str, int, int, Callable[[], tuple[Tensor, ...]], Callable[[], tuple[Tensor, ...]]], ...] = (
+        ("fc1_activation", 2 * inner, hidden, lambda: fc1_activation(x, w1, rows, probs), theirs_forward),
+        (
+            "fc2_dgrad_activation",
+            hidden,
+            inner,
+            lambda: fc2_dgrad_activation(dy, w2, h, rows, probs),
+            lambda: scaled_activation_backward(F.grouped_mm(dy, w2, offs=ends), h, probs, rows),
+        ),
+    )
+    records = []
+    for op, n, k, ours, theirs in runs:
+        check(op, ours(), theirs(), limit=1e-2)  # theirs rounds da
+        times = event_ms(ours, theirs, rounds)
+        sizes = {"E": experts, "M": num_rows, "N": n, "K": k}
+        peer = "F.grouped_mm, then the activation's kernel"
+        made = record(op, sizes, COUNTS, DTYPE, path(), peer, times, flops=2.0 * num_rows * n * k)
+        print(f"{op:20} {made.tflops:6.0f} TFLOP/s  {made.ratio:5.2f}x {peer}", flush=True)
+        records.append(made)
     return records
 
 

@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from grouped_experts.activations import ACTIVATIONS
 from grouped_experts.ops import hopper, portable
+from grouped_experts.ops.hopper import fc2_dgrad as hopper_fc2_dgrad
 from grouped_experts.ops.hopper import k_grouped as hopper_k_grouped
 from grouped_experts.ops.hopper import products as hopper_products
 from grouped_experts.ops.portable import k_grouped, launch, products, schedule
@@ -61,7 +62,7 @@ def compile_launches(patch: pytest.MonkeyPatch, arch: int, call: Callable[[], An
     patch.setattr(JITFunction, "run", compile_only)
     for module in (launch, products, k_grouped):
         patch.setattr(module, "capability", lambda device: arch)
-    for module in (products, k_grouped, hopper_products, hopper_k_grouped):
+    for module in (products, k_grouped, hopper_products, hopper_k_grouped, hopper_fc2_dgrad):
         patch.setattr(module, "num_processors", lambda device: 132)
     call()
     return list(made.values())
@@ -80,7 +81,7 @@ def inspect_kernel(name: str, arch: int, gluon: bool, kernel: Any) -> Compiled:
         ptx.write_text(kernel.asm["ptx"])
         usage = run(tools / "cuobjdump", "--dump-resource-usage", cubin)
         sass = run(tools / "cuobjdump", "--dump-sass", cubin)
-        names = ("HGMMA", "HMMA", "UTMALDG", "UTMASTG", "LDL", "STL")
+        names = ("HGMMA", "HMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "LDL", "STL")
         counts = {name: len(re.findall(rf"\b{name}\b", sass)) for name in names}
         said = ""
         if counts["HGMMA"]:  # what ptxas said is lost, and it has something to say of wgmma alone
@@ -144,6 +145,10 @@ def launch_hopper(dtype: torch.dtype) -> None:
             weight = w1 if ACTIVATIONS[activation].gated else w1[:, :inner]
             for scale in (None, probs) if activation == "swiglu" else (probs,):
                 hopper.fc1_activation(x, weight, ends, ends, None, scale, activation, tiles)
+            h = torch.empty(rows, weight.shape[1], dtype=dtype)
+            hopper.fc2_dgrad_activation(dy, w2, h, ends, ends, probs, None, activation, True, True, tiles)
+        gated = torch.empty(rows, 2 * inner, dtype=dtype)
+        hopper.fc2_dgrad_activation(dy, w2, gated, ends, ends, None, None, "swiglu", False, False, tiles)
         a = torch.empty(rows, inner, dtype=dtype)
         hopper.k_grouped_gemm(x, a, ends, ends, dtype)
         sum_of = torch.empty(1, hidden, inner)  # of one expert: many rows

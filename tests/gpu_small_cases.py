@@ -109,6 +109,19 @@ def every_product(
     close("fc2_dgrad_activation dprobs", dprobs, exact_dprobs, dtype)
 
 
+def sums(counts: list[int], device: str) -> None:
+    """k-grouped products of many rows an expert, fresh and added to fp32, which is where Gluon's kernels add."""
+    layout = contiguous(counts, spare=3)
+    a, b = (random_rows(layout, n, dtype=BF16, device="cpu") for n in (72, 136))
+    rows = layout.rows(device)
+    product = exact_k_grouped(a, b, layout.bounds)
+    close("k_grouped_gemm", k_grouped_gemm(a.to(device), b.to(device), rows), product, BF16)
+    c = torch.ones(product.shape, device=device)
+    k_grouped_gemm_accumulate(c, a.to(device), b.to(device), rows)
+    error = float((c.cpu() - product - 1).norm())
+    assert error <= 2**-18 * float(product.norm()), f"k_grouped_gemm_accumulate: error {error:.3g}"
+
+
 def layer(
     layout: Layout, counts: list[int], hidden: int, inner: int, capacity: int, device: str, bias: bool = True
 ) -> None:
@@ -168,6 +181,7 @@ def main(device: str = "cuda") -> None:
     # On a Hopper GPU Gluon's kernels: wide tiles and narrow ones.
     layer(masked([130, 0, 199], 201), [130, 0, 199], 264, 136, 201, device, bias=False)
     layer(masked([130, 0, 199], 201), [130, 0, 199], 72, 40, 201, device, bias=False)
+    sums([900, 0, 1500], device)  # claimed tile by tile, one expert being large
     there_and_back(tokens=13, hidden=33, choices=3, num_experts=4, device=device)
     if device == "cuda":
         torch.cuda.synchronize()

@@ -55,6 +55,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> str:
             monkeypatch.setattr(module, "DEVICE", "cpu")
         for module in (gpu_layers, gpu_moves, gpu_products):
             monkeypatch.setattr(module, "event_ms", lambda ours, peer, rounds: interleaved_ms(ours, peer, rounds, 0))
+        monkeypatch.setattr(gpu_layers, "in_family", lambda family, run: run)  # a CPU has no kernels to choose from
     return gpu_inputs.DEVICE
 
 
@@ -68,7 +69,7 @@ def made(here: str) -> list[Record]:
         gpu_layers.routed_layer(ROUTED_SHAPE, rounds),
         *gpu_moves.permutations(ROUTED_SHAPE, rounds),
         *gpu_layers.skewed_layers(SHAPE, rounds),
-        gpu_layers.host_cost(1),
+        *gpu_layers.host_costs(1),
     ]
 
 
@@ -81,7 +82,8 @@ def test_every_comparison_agrees_with_its_peer_and_is_summed_up(
     moved = {(r.op, r.variant) for r in made if r.tbps is not None}
     assert moved == {("activation", None), ("activation", "backward"), ("permute", None), ("permute", "unpermute")}
     counted = {(r.op, r.variant) for r in made if r.tflops is not None}
-    assert counted == named - moved - {("experts_layer", "host cost")} - set(gpu.SUMMARY["skew"])
+    timed = {*gpu.SUMMARY["host cost"], *gpu.SUMMARY["portable host"], *gpu.SUMMARY["skew"]}
+    assert counted == named - moved - timed
     gpu.summarise(made)
     printed = capsys.readouterr().out
     assert all(name in printed for name in gpu.SUMMARY)
@@ -91,9 +93,10 @@ def test_what_is_made_of_the_records_of_a_run(made: list[Record], tmp_path: Path
     rates = {"tflops": 100.0, "tbps": 3.0}  # those of sizes so small are rounded to zero
     plain = [{k: rates.get(k, v) for k, v in asdict(each).items() if v is not None} for each in made]
     table = list(roofline.rows_of(plain))
-    products = [r for r in made if r.op in ("m_grouped_nt", "m_grouped_nn", "k_grouped") and r.variant != "dense"]
-    assert len(table) == 2 + len(products) == 2 + 8
-    assert roofline.work({"shape": {"E": 2, "M": 10, "N": 3, "K": 5}}) == (300e-12, (2 * 10 * 8 + 2 * 2 * 15) / 1e9)
+    assert len(table) == 2 + 10
+    shape = {"E": 2, "M": 10, "N": 6, "K": 5}
+    for op, columns in (("k_grouped", 11), ("fc1_activation", 14), ("fc2_dgrad_activation", 31)):
+        assert roofline.work({"op": op, "shape": shape}) == (600e-12, (2 * 10 * columns + 2 * 2 * 30) / 1e9)
     plot.draw(plain, tmp_path / "bars.png")
     assert (tmp_path / "bars.png").stat().st_size > 1000
 

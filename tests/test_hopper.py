@@ -18,10 +18,12 @@ from torch import Tensor
 from grouped_experts import GroupedMLP, RowRanges
 from grouped_experts.ops import (
     fc1_activation,
+    fc2_dgrad_activation,
     k_grouped_gemm,
     k_grouped_gemm_accumulate,
     m_grouped_gemm,
     scaled_activation,
+    scaled_activation_backward,
 )
 from grouped_experts.ops.families import choose_family, use_family
 
@@ -119,8 +121,68 @@ def test_accumulation(columns: int, paths: list[str]) -> None:
     exact = c.double() + weight_product(a, b, layout)
     k_grouped_gemm_accumulate(c, a, b, layout.rows("cuda"))
     assert paths == ["k_grouped_gemm_accumulate: Gluon"]
-    # One rounding of the sum, and those of up to 3000 products in fp32.
+    close_sums(c, exact)
+
+
+def close_sums(c: Tensor, exact: Tensor) -> None:
+    """One rounding of the sum, and those of a few thousand products in fp32."""
     assert bool(((c - exact).flatten(1).norm(dim=1) <= 2**-18 * exact.flatten(1).norm(dim=1)).all())
+
+
+def test_accumulation_into_part_of_a_buffer() -> None:
+    """TMA addresses it; what lies beside is not touched, nor are the sums of experts without rows."""
+    layout = contiguous([2000, 0, 700], spare=3)
+    a, b = random_rows(200, layout), random_rows(136, layout)
+    buffer = torch.full((3, 210, 160), torch.nan, device="cuda")
+    c = buffer[:, 4:204, 8:144]
+    c[::2] = randn(2, 200, 136, dtype=torch.float32)
+    exact = c[::2].double() + weight_product(a, b, layout)[::2]
+    untouched = buffer.isnan()
+    k_grouped_gemm_accumulate(c, a, b, layout.rows("cuda"))
+    close_sums(c[::2], exact)
+    assert torch.equal(buffer.isnan(), untouched)
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["fresh", "sum"])
+@pytest.mark.parametrize(
+    ("counts", "rows", "columns"),
+    [
+        ([5000, *[300] * 7], 520, 264),
+        ([0, 0, 7000, 0, 1, 0, 0, 0], 520, 264),
+        ([*[900] * 7, 901], 3072, 2816),
+    ],
+    ids=["skewed", "one", "shared"],
+)
+def test_tiles_are_claimed_or_shared_out(counts: list[int], rows: int, columns: int, accumulate: bool) -> None:
+    """Both ways every tile is taken once, whatever program is late, and results repeat to the bit."""
+    from grouped_experts.ops.hopper.plan import make_plan
+    from grouped_experts.ops.portable.launch import num_processors
+
+    layout = contiguous(counts, spare=5)
+    a, b = random_rows(rows, layout), random_rows(columns, layout)
+    starts, ends = layout.rows("cuda").starts, layout.rows("cuda").ends
+    tiles = -(-rows // 128) * -(-columns // (128 if accumulate else 256))
+    plan = make_plan(starts, ends, layout.num_rows, tiles, min(num_processors(a.device), 8 * tiles)).tolist()
+    assert plan[0][:2] == [0, int(counts[-1] < 900)]
+    assert [row[:3] for row in plan[1:]] == sorted(
+        ([e, start, end - start] for e, (start, end) in enumerate(layout.bounds)), key=lambda row: (-row[2], row[0])
+    )
+    exact = weight_product(a, b, layout)
+    other, m = torch.cuda.Stream(), randn(2048, 2048)
+    first = None
+    for repeat in range(20):
+        with torch.cuda.stream(other):
+            for _ in range(repeat % 4):
+                torch.mm(m, m)
+        if accumulate:
+            c = torch.zeros(8, rows, columns, device="cuda")
+            k_grouped_gemm_accumulate(c, a, b, layout.rows("cuda"))
+        else:
+            c = k_grouped_gemm(a, b, layout.rows("cuda"))
+        first = c if first is None else first
+        assert torch.equal(c, first)
+    close_sums(first, exact) if accumulate else close(first, exact)
+    other.synchronize()
 
 
 def test_bias_and_scale() -> None:
@@ -152,6 +214,42 @@ def test_activation(activation: str, inner: int, scaled: bool, paths: list[str])
     close(a[owned][same], a_portable[owned][same].double())
 
 
+@pytest.mark.parametrize("wanted", ["all", "dh"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["no-probs", "probs"])
+@pytest.mark.parametrize("inner", [40, 136, 264])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_backward(activation: str, inner: int, scaled: bool, wanted: str, paths: list[str]) -> None:
+    """As the portable kernels: da is fp32 in both, and what follows from it the same functions."""
+    rows = LAYOUT.rows("cuda")
+    width = inner if activation == "squared_relu" else 2 * inner
+    dy, h, w = random_rows(200), random_rows(width), randn(E, 200, inner)
+    probs = random_rows(1, dtype=torch.float32)[:, 0].abs() if scaled else None
+    bias = randn(E, 200)
+
+    def run() -> tuple[Tensor, Tensor, Tensor]:
+        if wanted == "all":
+            return fc2_dgrad_activation(dy, w, h, rows, probs, bias, activation=activation)
+        return torch.ops.grouped_experts.fc2_dgrad_activation(
+            dy, w, h, rows.starts, rows.ends, probs, None, activation, False, False, None
+        )
+
+    dh, a, dprobs = run()
+    assert paths == ["fc2_dgrad_activation: Gluon"]
+    with use_family("portable"):
+        dh_portable, a_portable, dprobs_portable = run()
+    owned = torch.cat([torch.arange(*bounds, device="cuda") for bounds in LAYOUT.bounds])
+    close(dh[owned], dh_portable[owned].double())
+    assert a.shape == a_portable.shape
+    assert dprobs.shape == dprobs_portable.shape
+    if wanted == "all":
+        assert torch.equal(a[owned], a_portable[owned])
+        close(dprobs[:, None], dprobs_portable[:, None].double())
+        if not scaled:
+            da = product(dy, w)[owned]
+            exact = scaled_activation_backward(da, h[owned].double(), None, activation=activation)[0]
+            close(dh[owned], exact)
+
+
 @pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
 def test_many_tiles_to_a_program_with_little_to_contract(activation: str) -> None:
     """Stores of one tile meet those of the next, full tiles and others in turn."""
@@ -166,6 +264,15 @@ def test_many_tiles_to_a_program_with_little_to_contract(activation: str) -> Non
         close(h[owned], product(x, w.mT, layout)[owned])
         with use_family("portable"):
             close(a[owned], scaled_activation(h, probs, layout.rows("cuda"), activation=activation)[owned].double())
+
+
+def test_no_expert_has_rows() -> None:
+    rows = RowRanges.contiguous([0, 0], num_rows=300, device="cuda")
+    dy, h, w = random_rows(64, contiguous([0, 0], spare=300)), randn(300, 128), randn(2, 64, 64)
+    dprobs = fc2_dgrad_activation(dy, w, h, rows)[2]
+    assert bool((dprobs == 0).all())
+    assert bool((m_grouped_gemm(dy, w, rows) == 0).all())
+    assert bool((k_grouped_gemm(dy, h, rows) == 0).all())
 
 
 def test_no_experts() -> None:

@@ -4,10 +4,10 @@ The functions below have the signatures of the ops, as those of `grouped_experts
 call took is in the debug log of `grouped_experts.ops.hopper.launch`.
 """
 
+from grouped_experts.ops.hopper.fc2_dgrad import fc2_dgrad_activation
 from grouped_experts.ops.hopper.k_grouped import k_grouped_gemm, k_grouped_gemm_accumulate
 from grouped_experts.ops.hopper.products import fc1_activation, m_grouped_gemm
 from grouped_experts.ops.portable import (
-    fc2_dgrad_activation,
     k_grouped_sum,
     permute,
     ranges_from_tensor,

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from triton._C.libtriton import ir
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
-__all__ = ["async_load", "async_store"]
+
+@builtin
+def _async_add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
+    """Triton 3.6 compiles TMA's addition, but has no name for it in Gluon."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+async_add = getattr(tma, "async_atomic_add", None) or _async_add
+
+__all__ = ["async_add", "async_load", "async_store"]

@@ -15,7 +15,7 @@ from grouped_experts.ops.portable.launch import Unchecked, suits_tma
 from grouped_experts.ops.portable.tiles import row_block
 
 _log = logging.getLogger(__name__)
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 class _Descriptor(Unchecked, TensorDescriptor):  # type: ignore[misc]

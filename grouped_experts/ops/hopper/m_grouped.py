@@ -31,10 +31,7 @@ def row_tile(t, total, tiles_ptr, num_m, num_n, K, GROUP_M: gl.constexpr, BLOCK_
 
 @gluon.jit
 def produce(
-    x_desc, w_desc, y_desc, a_desc, h_desc, y_ptr, a_ptr, h_ptr, bias_ptr, probs_ptr, tiles_ptr,
-    N, K, x_smem, w_smem, out_smem, full, empty,
-    EPILOGUE: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr, BUFFERS: gl.constexpr,
-    GAPS: gl.constexpr, TRANSPOSE_W: gl.constexpr,
+    x_desc, w_desc, tiles_ptr, N, K, x_smem, w_smem, full, empty, GAPS: gl.constexpr, TRANSPOSE_W: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """Every stage of the ring gets the rows of both consumers and the block of weight that they share."""
@@ -64,17 +61,49 @@ def produce(
 
 
 @gluon.jit
+def multiply(
+    half: gl.constexpr, live, steps, stage, phase, x_smem, w_smem, full, empty,
+    TRANSPOSE_W: gl.constexpr, WIDTH: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """The product of one consumer's rows with the block of weight, and where the ring stands behind the tile.
+
+    live: all steps, or none, where this half has no rows.
+    """
+    HALF: gl.constexpr = x_smem.shape[1]
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
+    acc = gl.zeros((HALF, WIDTH), gl.float32, ACC)
+    before = 0
+    for i in range(live):
+        mbarrier.wait(full.index(stage), phase)
+        if TRANSPOSE_W:
+            w = w_smem.index(stage).reshape([WIDTH, BLOCK_K]).permute((1, 0))
+        else:
+            w = w_smem.index(stage).reshape([BLOCK_K, WIDTH])
+        acc = warpgroup_mma(x_smem.index(2 * stage + half), w, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        mbarrier.arrive(empty.index(before), count=1, pred=i > 0)
+        before = stage
+        stage, phase = advance(stage, phase, STAGES)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(empty.index(before), count=1, pred=live > 0)
+    for i in range(steps - live):  # the tensor cores are the other consumer's
+        mbarrier.wait(full.index(stage), phase)
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage, phase = advance(stage, phase, STAGES)
+    return acc, stage, phase
+
+
+@gluon.jit
 def consume(
     half: gl.constexpr,
-    x_desc, w_desc, y_desc, a_desc, h_desc, y_ptr, a_ptr, h_ptr, bias_ptr, probs_ptr, tiles_ptr,
+    y_desc, a_desc, h_desc, y_ptr, a_ptr, h_ptr, bias_ptr, probs_ptr, tiles_ptr,
     N, K, x_smem, w_smem, out_smem, full, empty,
     EPILOGUE: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr, BUFFERS: gl.constexpr,
     GAPS: gl.constexpr, TRANSPOSE_W: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    HALF: gl.constexpr = x_desc.block_type.shape[0]
-    WIDTH: gl.constexpr = w_desc.block_type.shape[1] * BLOCK_N  # gate and up side by side
-    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
+    HALF: gl.constexpr = x_smem.shape[1]
+    WIDTH: gl.constexpr = w_smem.shape[2] * BLOCK_N  # gate and up side by side
     num_m = gl.load(tiles_ptr + GAPS)
     num_n = gl.cdiv(N, BLOCK_N)
     total = num_m * num_n
@@ -88,25 +117,9 @@ def consume(
         )
         m0 += half * HALF
         live = gl.where(m0 < end, steps, 0)
-        acc = gl.zeros((HALF, WIDTH), gl.float32, ACC)
-        before = 0
-        for i in range(live):
-            mbarrier.wait(full.index(stage), phase)
-            if TRANSPOSE_W:
-                w = w_smem.index(stage).reshape([WIDTH, BLOCK_K]).permute((1, 0))
-            else:
-                w = w_smem.index(stage).reshape([BLOCK_K, WIDTH])
-            acc = warpgroup_mma(x_smem.index(2 * stage + half), w, acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            mbarrier.arrive(empty.index(before), count=1, pred=i > 0)
-            before = stage
-            stage, phase = advance(stage, phase, STAGES)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index(before), count=1, pred=live > 0)
-        for i in range(steps - live):  # no rows in this half: the tensor cores are the other's
-            mbarrier.wait(full.index(stage), phase)
-            mbarrier.arrive(empty.index(stage), count=1)
-            stage, phase = advance(stage, phase, STAGES)
+        acc, stage, phase = multiply(
+            half, live, steps, stage, phase, x_smem, w_smem, full, empty, TRANSPOSE_W, WIDTH, BLOCK_K, STAGES
+        )
         EPILOGUE(
             half, acc, expert, m0, end, i_n * BLOCK_N, y_desc, a_desc, h_desc, y_ptr, a_ptr, h_ptr, bias_ptr, probs_ptr,
             N, out_smem, ACT, GATED, BUFFERS
@@ -157,15 +170,14 @@ def m_grouped_kernel(
         out_smem = gl.allocate_shared_memory(a_desc.dtype, [2 * BUFFERS] + a_desc.block_type.shape, a_desc.layout)
     gl.warp_specialize(
         [
-            (consume, (0, x_desc, w_desc, y_desc, a_desc, h_desc, y_ptr, a_ptr, h_ptr, bias_ptr, probs_ptr,
-                tiles_ptr, N, K, x_smem, w_smem, out_smem, full, empty, EPILOGUE, ACT, GATED, BUFFERS,
-                GAPS, TRANSPOSE_W, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
-            (consume, (1, x_desc, w_desc, y_desc, a_desc, h_desc, y_ptr, a_ptr, h_ptr, bias_ptr, probs_ptr,
-                tiles_ptr, N, K, x_smem, w_smem, out_smem, full, empty, EPILOGUE, ACT, GATED, BUFFERS,
-                GAPS, TRANSPOSE_W, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
-            (produce, (x_desc, w_desc, y_desc, a_desc, h_desc, y_ptr, a_ptr, h_ptr, bias_ptr, probs_ptr,
-                tiles_ptr, N, K, x_smem, w_smem, out_smem, full, empty, EPILOGUE, ACT, GATED, BUFFERS,
-                GAPS, TRANSPOSE_W, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+            (consume, (0, y_desc, a_desc, h_desc, y_ptr, a_ptr, h_ptr, bias_ptr, probs_ptr, tiles_ptr,
+                N, K, x_smem, w_smem, out_smem, full, empty, EPILOGUE, ACT, GATED, BUFFERS, GAPS, TRANSPOSE_W,
+                BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+            (consume, (1, y_desc, a_desc, h_desc, y_ptr, a_ptr, h_ptr, bias_ptr, probs_ptr, tiles_ptr,
+                N, K, x_smem, w_smem, out_smem, full, empty, EPILOGUE, ACT, GATED, BUFFERS, GAPS, TRANSPOSE_W,
+                BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+            (produce, (x_desc, w_desc, tiles_ptr, N, K, x_smem, w_smem, full, empty, GAPS, TRANSPOSE_W,
+                BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
         ],
         [4, 1],
         [232, 24],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 
@@ -20,20 +21,21 @@ class Tile:
 
 
 BLOCK_M = 128
-WIDE = {
-    "product": Tile(256),
-    "gated": Tile(128),
-    "ungated": Tile(128, stages=4),  # with 256 columns Triton 3.9 spills
-    "wgrad": Tile(256),
-}
-NARROW = {
-    "product": Tile(128, stages=4),
-    "gated": Tile(64, stages=4),
-    "ungated": Tile(128, stages=4),
-    "wgrad": Tile(128, stages=4),
+ANY = sys.maxsize
+# By product: up to how many columns of the output (of each part, with a gate), and the tile.
+TILES = {
+    "product": ((128, Tile(128, stages=4, group_m=4)), (ANY, Tile(256, group_m=4))),
+    "gated": ((64, Tile(64, stages=4)), (ANY, Tile(128))),
+    "ungated": ((ANY, Tile(128, stages=4)),),  # with 256 columns Triton 3.9 spills
+    "wgrad": ((128, Tile(128, stages=4)), (ANY, Tile(256))),
+    # A tile in fp32, 64 KiB, stands in shared memory while the next is contracted.
+    "dgrad": ((256, Tile(128, stages=5, group_m=4)), (ANY, Tile(128, stages=4, group_m=4))),
+    "sum": ((ANY, Tile(128, stages=5)),),
 }
 
 
 def choose_tile(kind: str, columns: int) -> Tile:
-    """kind: "product", fc1 "gated" (gate and up) or "ungated", or "wgrad"; columns: of the output, of each part."""
-    return (NARROW if columns <= NARROW[kind].block_n else WIDE)[kind]
+    """kind: "product", fc1 "gated" (gate and up) or "ungated", fc2 "dgrad" with the activation's backward, "wgrad", or
+    "sum" for wgrad added to fp32.
+    """
+    return next(tile for most, tile in TILES[kind] if columns <= most)

@@ -215,13 +215,12 @@ def fc2_dgrad_activation(
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_rows, columns = dy.shape[0], fc2_weight.shape[2]
     dh, a = h.new_empty(h.shape), h.new_empty(num_rows if need_a else 0, columns)
-    dprobs = h.new_empty(num_rows if need_dprobs else 0, dtype=torch.float32)
     if num_rows == 0:
-        return dh, a, dprobs
+        return dh, a, h.new_empty(0, dtype=torch.float32)
     tiles = schedule_of(tiles, starts, ends, num_rows)
     tile = choose_tile("dgrad", dy.dtype, capability(dy.device), row_block(num_rows, fc2_weight.shape[0]))
     column_tiles = cdiv(columns, tile.block_n) * tile.split
-    partials = dprobs.new_empty(column_tiles, num_rows) if need_dprobs else None
+    partials = h.new_empty(column_tiles, num_rows, dtype=torch.float32) if need_dprobs else None
     launch_m_grouped(
         ACTIVATE_BACKWARD[activation],
         dy,
@@ -236,9 +235,18 @@ def fc2_dgrad_activation(
         probs=contiguous(probs),
         partials=partials,
     )
-    if need_dprobs:
-        kernel(sum_partials_kernel, TILE=tile.block_m, BLOCK=32).launch(
-            (max_tiles(num_rows, starts.shape[0], tile.block_m),),
+    return dh, a, sum_partials(partials, dy, fc2_bias, tiles, tile.block_m, starts.shape[0])
+
+
+def sum_partials(
+    partials: Tensor | None, dy: Tensor, fc2_bias: Tensor | None, tiles: Tensor, block_m: int, num_experts: int
+) -> Tensor:
+    """dprobs (T,): the sums of every tile of columns (column tiles, T), and with a bias dy . b2_e; (0,) of None."""
+    num_rows, depth = dy.shape
+    dprobs = dy.new_empty(num_rows if partials is not None else 0, dtype=torch.float32)
+    if partials is not None:
+        kernel(sum_partials_kernel, TILE=block_m, BLOCK=32).launch(
+            (max_tiles(num_rows, num_experts, block_m),),
             dy.device,
             partials,
             None if fc2_bias is None else dy,
@@ -246,9 +254,9 @@ def fc2_dgrad_activation(
             tiles,
             dprobs,
             num_rows,
-            column_tiles,
-            dy.shape[1],
+            partials.shape[0],
+            depth,
             dy.stride(0),
             dy.stride(1),
         )
-    return dh, a, dprobs
+    return dprobs

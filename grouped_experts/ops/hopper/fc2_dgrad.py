@@ -1,0 +1,275 @@
+"""fc2 dgrad with the activation's backward in Gluon for sm_90: the pipeline of m_grouped.py, and a warpgroup behind it.
+
+The epilogue moves as many bytes as the product of two thousand columns takes time for. The two consumers therefore hand
+da over in shared memory, and a warpgroup of its own finishes the tile while they are at the next.
+See docs/hopper.md for the pipeline.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from grouped_experts.activations import ACTIVATIONS
+from grouped_experts.ops import portable
+from grouped_experts.ops.hopper.launch import descriptor, is_fast
+from grouped_experts.ops.hopper.m_grouped import multiply, produce, row_tile
+from grouped_experts.ops.hopper.pipeline import row_pieces
+from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
+from grouped_experts.ops.portable.activations import GRADIENTS, VALUES
+from grouped_experts.ops.portable.launch import Kernel, cdiv, contiguous, kernel, num_processors
+from grouped_experts.ops.portable.products import sum_partials
+from grouped_experts.ops.portable.schedule import schedule_of
+
+
+@gluon.jit
+def consume(
+    half: gl.constexpr, tiles_ptr, N, K, x_smem, w_smem, da_smem, full, empty, handed, taken,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """da of each tile, to the warpgroup that finishes it."""
+    HALF: gl.constexpr = x_smem.shape[1]
+    num_m = gl.load(tiles_ptr)
+    num_n = gl.cdiv(N, BLOCK_N)
+    total = num_m * num_n
+    programs = gl.num_programs(0)
+    stage = 0
+    phase = 0
+    turn = 1
+    _expert, m0, end, _i_n, steps = row_tile(gl.program_id(0), total, tiles_ptr, num_m, num_n, K, GROUP_M, BLOCK_K)
+    for t in range(gl.program_id(0), total, programs):
+        _expert, m0_next, end_next, _i_n, steps_next = row_tile(
+            t + programs, total, tiles_ptr, num_m, num_n, K, GROUP_M, BLOCK_K
+        )
+        live = gl.where(m0 + half * HALF < end, steps, 0)
+        acc, stage, phase = multiply(
+            half, live, steps, stage, phase, x_smem, w_smem, full, empty, False, BLOCK_N, BLOCK_K, STAGES
+        )
+        mbarrier.wait(taken.index(half), turn)
+        da_smem.index(half).store(acc)
+        mbarrier.arrive(handed.index(half), count=1)
+        turn ^= 1
+        m0, end, steps = m0_next, end_next, steps_next
+
+
+@gluon.jit
+def finish(
+    dh_ptr, a_ptr, h_ptr, probs_ptr, partials_ptr, tiles_ptr, num_rows, N, K, da_smem, handed, taken,
+    ACT: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr
+):  # fmt: skip
+    """Each tile in parts of ROWS rows; h and p of the next part are loaded before this one is finished."""
+    PARTS: gl.constexpr = 2 * da_smem.shape[1] // ROWS
+    num_m = gl.load(tiles_ptr)
+    num_n = gl.cdiv(N, BLOCK_N)
+    total = num_m * num_n
+    programs = gl.num_programs(0)
+    turn = 0
+    _expert, m0, end, i_n, _steps = row_tile(gl.program_id(0), total, tiles_ptr, num_m, num_n, K, GROUP_M, BLOCK_K)
+    # Without tiles there is nothing in the schedule to read.
+    m0, end = gl.where(total > 0, m0, 0), gl.where(total > 0, end, 0)
+    gate, up, p = load_part(h_ptr, probs_ptr, m0, end, i_n, N, GATED, ROWS, BLOCK_N)
+    for t in range(gl.program_id(0), total, programs):
+        _expert, m0_next, end_next, i_n_next, _steps = row_tile(
+            t + programs, total, tiles_ptr, num_m, num_n, K, GROUP_M, BLOCK_K
+        )
+        for i in gl.static_range(PARTS):
+            if i + 1 < PARTS:
+                ahead = load_part(h_ptr, probs_ptr, m0 + (i + 1) * ROWS, end, i_n, N, GATED, ROWS, BLOCK_N)
+            else:
+                ahead = load_part(h_ptr, probs_ptr, m0_next, end_next, i_n_next, N, GATED, ROWS, BLOCK_N)
+            da = take(i, turn, da_smem, handed, taken, ROWS)
+            finish_part(
+                da, gate, up, p, m0 + i * ROWS, end, i_n, dh_ptr, a_ptr, probs_ptr, partials_ptr, num_rows, N,
+                ACT, GATED
+            )  # fmt: skip
+            gate, up, p = ahead
+        turn ^= 1
+        m0, end, i_n = m0_next, end_next, i_n_next
+
+
+@gluon.jit
+def take(i: gl.constexpr, turn, da_smem, handed, taken, ROWS: gl.constexpr):
+    """Part i of a tile's da. The first of a half waits for it, the last one gives its place back."""
+    PARTS: gl.constexpr = da_smem.shape[1] // ROWS
+    HALF: gl.constexpr = i // PARTS
+    if i % PARTS == 0:
+        mbarrier.wait(handed.index(HALF), turn)
+    da = da_smem.index(HALF).slice(i % PARTS * ROWS, ROWS, 0).load(row_pieces(da_smem.shape[2]))
+    if i % PARTS == PARTS - 1:
+        mbarrier.arrive(taken.index(HALF), count=1)
+    return da
+
+
+@gluon.jit
+def finish_part(
+    da, gate, up, p, m0, end, i_n, dh_ptr, a_ptr, probs_ptr, partials_ptr, num_rows, N,
+    ACT: gl.constexpr, GATED: gl.constexpr
+):  # fmt: skip
+    """dh = act'(h) (p * da), a = p * act(h), partials = sum of da * act(h) over the tile's columns."""
+    ROWS: gl.constexpr = da.shape[0]
+    BLOCK_N: gl.constexpr = da.shape[1]
+    LAYOUT: gl.constexpr = da.type.layout
+    PARTS: gl.constexpr = 2 if GATED else 1
+    m = m0 + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    n = i_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
+    inside = (m < end)[:, None] & (n < N)[None, :]
+    at = m[:, None].to(gl.int64) * N + n[None, :]
+    at_h = m[:, None].to(gl.int64) * (PARTS * N) + n[None, :]
+    gate = gate.to(gl.float32)
+    up = up.to(gl.float32)
+    s = ACT[0](gate, up, False)
+    if partials_ptr is not None:  # behind column N stands 0 * dy, which is NaN for a dy of Inf
+        partial = gl.sum(gl.where((n < N)[None, :], da * s, 0.0), 1)
+        gl.store(partials_ptr + gl.to_tensor(i_n).to(gl.int64) * num_rows + m, partial, mask=m < end)
+    ds = da
+    if probs_ptr is not None:
+        ds = p[:, None] * da
+        s = p[:, None] * s
+    d_gate, d_up = ACT[1](ds, gate, up, False)
+    gl.store(dh_ptr + at_h, d_gate.to(dh_ptr.dtype.element_ty), mask=inside)
+    if GATED:
+        gl.store(dh_ptr + at_h + N, d_up.to(dh_ptr.dtype.element_ty), mask=inside)
+    if a_ptr is not None:
+        gl.store(a_ptr + at, s.to(a_ptr.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def load_part(
+    h_ptr, probs_ptr, m0, end, i_n, N, GATED: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr
+):  # fmt: skip
+    """Gate and up of ROWS rows, as they are stored, without a gate the same block twice; and p, or ones."""
+    LAYOUT: gl.constexpr = row_pieces(BLOCK_N)
+    PARTS: gl.constexpr = 2 if GATED else 1
+    m = m0 + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    n = i_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
+    inside = (m < end)[:, None] & (n < N)[None, :]
+    at = h_ptr + m[:, None].to(gl.int64) * (PARTS * N) + n[None, :]
+    gate = gl.load(at, mask=inside, other=0.0)
+    up = gate
+    if GATED:
+        up = gl.load(at + N, mask=inside, other=0.0)
+    p = gl.full((ROWS,), 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
+    if probs_ptr is not None:
+        p = gl.load(probs_ptr + m, mask=m < end, other=0.0).to(gl.float32)
+    return gate, up, p
+
+
+@gluon.jit
+def fc2_dgrad_kernel(
+    dy_desc,  # (T, K), block (HALF, BLOCK_K): the rows of one consumer
+    w_desc,  # (E, 1, K, N), block (1, 1, BLOCK_K, BLOCK_N)
+    dh_ptr,  # (T, 2 N), or (T, N) without a gate
+    a_ptr,  # (T, N) or None
+    h_ptr,  # the shape of dh
+    probs_ptr,  # (T,) or None
+    partials_ptr,  # (column tiles, T) or None
+    tiles_ptr,  # (1 + tiles, 4), tiles of 2 HALF rows
+    num_rows,
+    N,
+    K,
+    ACT: gl.constexpr,  # (value, gradient) of the activation
+    GATED: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Grid (programs,), persistent, four warps."""
+    HALF: gl.constexpr = dy_desc.block_type.shape[0]
+    x_smem = gl.allocate_shared_memory(dy_desc.dtype, [2 * STAGES] + dy_desc.block_type.shape, dy_desc.layout)
+    w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    # Eight bytes of four rows, as wgmma has them, meet no bank twice.
+    da_smem = gl.allocate_shared_memory(gl.float32, [2, HALF, BLOCK_N], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    handed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(handed.index(i), count=1)
+        mbarrier.init(taken.index(i), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (consume, (0, tiles_ptr, N, K, x_smem, w_smem, da_smem, full, empty, handed, taken,
+                BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+            (consume, (1, tiles_ptr, N, K, x_smem, w_smem, da_smem, full, empty, handed, taken,
+                BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+            (finish, (dh_ptr, a_ptr, h_ptr, probs_ptr, partials_ptr, tiles_ptr, num_rows, N, K, da_smem, handed, taken,
+                ACT, GATED, ROWS, BLOCK_N, BLOCK_K, GROUP_M)),
+            (produce, (dy_desc, w_desc, tiles_ptr, N, K, x_smem, w_smem, full, empty, 0, False,
+                BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+        ],
+        [4, 4, 1],
+        [104, 232, 24],
+    )  # fmt: skip
+
+
+def fc2_dgrad_activation(
+    dy: Tensor,
+    fc2_weight: Tensor,
+    h: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    probs: Tensor | None,
+    fc2_bias: Tensor | None,
+    activation: str,
+    need_a: bool,
+    need_dprobs: bool,
+    tiles: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    (num_rows, depth), columns = dy.shape, fc2_weight.shape[2]
+    if not is_fast("fc2_dgrad_activation", num_rows, fc2_weight.shape[0], columns, dy, fc2_weight):
+        return portable.fc2_dgrad_activation(
+            dy, fc2_weight, h, starts, ends, probs, fc2_bias, activation, need_a, need_dprobs, tiles
+        )
+    dh, a = h.new_empty(h.shape), h.new_empty(num_rows if need_a else 0, columns)
+    tile = choose_tile("dgrad", columns)
+    column_tiles = cdiv(columns, tile.block_n)
+    partials = dh.new_empty(column_tiles, num_rows, dtype=torch.float32) if need_dprobs else None
+    tiles = schedule_of(tiles, starts, ends, num_rows)
+    fc2_dgrad(tile, activation).launch(
+        (min(num_processors(dy.device), (tiles.shape[0] - 1) * column_tiles),),
+        dy.device,
+        descriptor(dy, (num_rows, depth), (dy.stride(0), 1), (BLOCK_M // 2, tile.block_k)),
+        descriptor(
+            fc2_weight,
+            (fc2_weight.shape[0], 1, depth, columns),
+            (fc2_weight.stride(0), fc2_weight.stride(0), fc2_weight.stride(1), 1),
+            (1, 1, tile.block_k, tile.block_n),
+        ),
+        dh,
+        a if need_a else None,
+        h.contiguous(),
+        contiguous(probs),
+        partials,
+        tiles,
+        num_rows,
+        columns,
+        depth,
+    )
+    return dh, a, sum_partials(partials, dy, fc2_bias, tiles, BLOCK_M, starts.shape[0])
+
+
+@functools.cache
+def fc2_dgrad(tile: Tile, activation: str) -> Kernel:
+    return kernel(
+        fc2_dgrad_kernel,
+        ACT=(VALUES[activation], GRADIENTS[activation]),
+        GATED=ACTIVATIONS[activation].gated,
+        ROWS=16,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        GROUP_M=tile.group_m,
+        STAGES=tile.stages,
+        num_warps=4,
+    )
