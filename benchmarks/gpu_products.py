@@ -51,8 +51,8 @@ def _fused(shape: Shape, rows: RowRanges, ends: Tensor, rounds: int) -> list[Rec
     probs = torch.rand(num_rows, device=x.device)
 
     def theirs_forward() -> tuple[Tensor, Tensor]:
-        h = F.grouped_mm(x, w1.transpose(1, 2), offs=ends)
-        return h, scaled_activation(h, probs, rows)
+        product = F.grouped_mm(x, w1.transpose(1, 2), offs=ends)
+        return product, scaled_activation(product, probs, rows)
 
     runs: tuple[tuple[str, int, int, Callable[[], tuple[Tensor, ...]], Callable[[], tuple[Tensor, ...]]], ...] = (
         ("fc1_activation", 2 * inner, hidden, lambda: fc1_activation(x, w1, rows, probs), theirs_forward),

@@ -133,7 +133,7 @@ def launch_hopper(dtype: torch.dtype) -> None:
     x, ends = torch.empty(rows, hidden, dtype=dtype), torch.empty(experts, dtype=torch.int32)
     probs = torch.empty(rows)
     tiles = schedule.schedule_of(None, ends, ends, rows)
-    for inner in (64, 512):  # narrow and wide tiles
+    for inner in (64, 136, 512):  # narrow and wide tiles, whole ones and others
         w1 = torch.empty(experts, 2 * inner, hidden, dtype=dtype)
         w2, dy = torch.empty(experts, hidden, inner, dtype=dtype), torch.empty(rows, hidden, dtype=dtype)
         bias = torch.empty(experts, inner, dtype=dtype)

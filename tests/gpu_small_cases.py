@@ -112,7 +112,7 @@ def every_product(
 def sums(counts: list[int], device: str) -> None:
     """k-grouped products of many rows an expert, fresh and added to fp32, which is where Gluon's kernels add."""
     layout = contiguous(counts, spare=3)
-    a, b = (random_rows(layout, n, dtype=BF16, device="cpu") for n in (72, 136))
+    a, b = (random_rows(layout, n, dtype=BF16, device="cpu") for n in (1544, 1288))
     rows = layout.rows(device)
     product = exact_k_grouped(a, b, layout.bounds)
     close("k_grouped_gemm", k_grouped_gemm(a.to(device), b.to(device), rows), product, BF16)
@@ -181,7 +181,7 @@ def main(device: str = "cuda") -> None:
     # On a Hopper GPU Gluon's kernels: wide tiles and narrow ones.
     layer(masked([130, 0, 199], 201), [130, 0, 199], 264, 136, 201, device, bias=False)
     layer(masked([130, 0, 199], 201), [130, 0, 199], 72, 40, 201, device, bias=False)
-    sums([900, 0, 1500], device)  # claimed tile by tile, one expert being large
+    sums([900, 0, 1500], device)  # more tiles than programs, and one expert is large: they are claimed
     there_and_back(tokens=13, hidden=33, choices=3, num_experts=4, device=device)
     if device == "cuda":
         torch.cuda.synchronize()

@@ -129,43 +129,48 @@ def close_sums(c: Tensor, exact: Tensor) -> None:
     assert bool(((c - exact).flatten(1).norm(dim=1) <= 2**-18 * exact.flatten(1).norm(dim=1)).all())
 
 
-def test_accumulation_into_part_of_a_buffer() -> None:
+def test_accumulation_into_part_of_a_buffer(paths: list[str]) -> None:
     """TMA addresses it; what lies beside is not touched, nor are the sums of experts without rows."""
     layout = contiguous([2000, 0, 700], spare=3)
     a, b = random_rows(200, layout), random_rows(136, layout)
-    buffer = torch.full((3, 210, 160), torch.nan, device="cuda")
-    c = buffer[:, 4:204, 8:144]
-    c[::2] = randn(2, 200, 136, dtype=torch.float32)
-    exact = c[::2].double() + weight_product(a, b, layout)[::2]
-    untouched = buffer.isnan()
+    buffer = randn(3, 210, 160, dtype=torch.float32)
+    before, c = buffer.clone(), buffer[:, 4:204, 8:144]
+    exact = c.double() + weight_product(a, b, layout)
     k_grouped_gemm_accumulate(c, a, b, layout.rows("cuda"))
-    close_sums(c[::2], exact)
-    assert torch.equal(buffer.isnan(), untouched)
+    assert paths == ["k_grouped_gemm_accumulate: Gluon"]
+    close_sums(c, exact)
+    c[::2] = before[::2, 4:204, 8:144]
+    assert torch.equal(buffer, before)
+
+
+def test_accumulation_into_experts_side_by_side(paths: list[str]) -> None:
+    """Rows of c are further apart than its experts."""
+    layout = contiguous([2000, 0, 700], spare=3)
+    a, b = random_rows(200, layout), random_rows(136, layout)
+    c = randn(200, 3, 136, dtype=torch.float32).transpose(0, 1)
+    exact = c.double() + weight_product(a, b, layout)
+    k_grouped_gemm_accumulate(c, a, b, layout.rows("cuda"))
+    assert paths == ["k_grouped_gemm_accumulate: Gluon"]
+    close_sums(c, exact)
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["fresh", "sum"])
 @pytest.mark.parametrize(
-    ("counts", "rows", "columns"),
-    [
-        ([5000, *[300] * 7], 520, 264),
-        ([0, 0, 7000, 0, 1, 0, 0, 0], 520, 264),
-        ([*[900] * 7, 901], 3072, 2816),
-    ],
-    ids=["skewed", "one", "shared"],
+    ("counts", "claimed"),
+    [([5000, *[300] * 7], True), ([0, 0, 7000, 0, 1, 0, 0, 0], True), ([*[900] * 7, 901], False)],
+    ids=["skewed", "one", "even"],
 )
-def test_tiles_are_claimed_or_shared_out(counts: list[int], rows: int, columns: int, accumulate: bool) -> None:
+def test_tiles_are_claimed_or_shared_out(counts: list[int], claimed: bool, accumulate: bool) -> None:
     """Both ways every tile is taken once, whatever program is late, and results repeat to the bit."""
     from grouped_experts.ops.hopper.plan import make_plan
     from grouped_experts.ops.portable.launch import num_processors
 
-    layout = contiguous(counts, spare=5)
+    layout, rows, columns = contiguous(counts, spare=5), 3072, 3840
     a, b = random_rows(rows, layout), random_rows(columns, layout)
-    starts, ends = layout.rows("cuda").starts, layout.rows("cuda").ends
-    tiles = -(-rows // 128) * -(-columns // (128 if accumulate else 256))
-    plan = make_plan(starts, ends, layout.num_rows, tiles, min(num_processors(a.device), 8 * tiles)).tolist()
-    assert plan[0][:2] == [0, int(counts[-1] < 900)]
-    assert [row[:3] for row in plan[1:]] == sorted(
-        ([e, start, end - start] for e, (start, end) in enumerate(layout.bounds)), key=lambda row: (-row[2], row[0])
+    tiles, programs = 24 * (30 if accumulate else 15), num_processors(a.device)
+    assert 8 * tiles > 10 * programs  # most are claimed
+    assert make_plan(layout.rows("cuda").starts, layout.rows("cuda").ends, layout.num_rows, tiles, programs)[0, 1] == (
+        claimed
     )
     exact = weight_product(a, b, layout)
     other, m = torch.cuda.Stream(), randn(2048, 2048)
@@ -243,7 +248,7 @@ def test_activation_backward(activation: str, inner: int, scaled: bool, wanted: 
     assert dprobs.shape == dprobs_portable.shape
     if wanted == "all":
         assert torch.equal(a[owned], a_portable[owned])
-        close(dprobs[:, None], dprobs_portable[:, None].double())
+        close(dprobs[None], dprobs_portable[None].double())  # whose tiles of columns are narrower
         if not scaled:
             da = product(dy, w)[owned]
             exact = scaled_activation_backward(da, h[owned].double(), None, activation=activation)[0]
@@ -266,13 +271,31 @@ def test_many_tiles_to_a_program_with_little_to_contract(activation: str) -> Non
             close(a[owned], scaled_activation(h, probs, layout.rows("cuda"), activation=activation)[owned].double())
 
 
-def test_no_expert_has_rows() -> None:
+@pytest.mark.parametrize("depth", [8, 456])
+def test_many_tiles_to_finish(depth: int, paths: list[str]) -> None:
+    """fc2 dgrad hands over more tiles than there are programs, faster and slower than they are finished."""
+    layout = contiguous([700, 129, 0, 64, 3000, 1, 511, 900], spare=7)
+    dy, h, probs = random_rows(depth, layout), random_rows(4096, layout), random_rows(1, layout, torch.float32)[:, 0]
+    w = randn(E, depth, 2048)
+    owned = torch.cat([torch.arange(*bounds, device="cuda") for bounds in layout.bounds])
+    for _ in range(5):
+        dh, a, dprobs = fc2_dgrad_activation(dy, w, h, layout.rows("cuda"), probs)
+        with use_family("portable"):
+            dh_portable, a_portable, dprobs_portable = fc2_dgrad_activation(dy, w, h, layout.rows("cuda"), probs)
+        close(dh[owned], dh_portable[owned].double())
+        assert torch.equal(a[owned], a_portable[owned])
+        close(dprobs[None], dprobs_portable[None].double())
+    assert paths == ["fc2_dgrad_activation: Gluon"] * 5
+
+
+def test_no_expert_has_rows(paths: list[str]) -> None:
     rows = RowRanges.contiguous([0, 0], num_rows=300, device="cuda")
     dy, h, w = random_rows(64, contiguous([0, 0], spare=300)), randn(300, 128), randn(2, 64, 64)
     dprobs = fc2_dgrad_activation(dy, w, h, rows)[2]
     assert bool((dprobs == 0).all())
     assert bool((m_grouped_gemm(dy, w, rows) == 0).all())
     assert bool((k_grouped_gemm(dy, h, rows) == 0).all())
+    assert [path.split()[1] for path in paths] == ["Gluon"] * 3
 
 
 def test_no_experts() -> None:

@@ -71,8 +71,7 @@ def finish(
     programs = gl.num_programs(0)
     turn = 0
     _expert, m0, end, i_n, _steps = row_tile(gl.program_id(0), total, tiles_ptr, num_m, num_n, K, GROUP_M, BLOCK_K)
-    # Without tiles there is nothing in the schedule to read.
-    m0, end = gl.where(total > 0, m0, 0), gl.where(total > 0, end, 0)
+    end = gl.where(total > 0, end, m0)  # without tiles it is a gap's
     gate, up, p = load_part(h_ptr, probs_ptr, m0, end, i_n, N, GATED, ROWS, BLOCK_N)
     for t in range(gl.program_id(0), total, programs):
         _expert, m0_next, end_next, i_n_next, _steps = row_tile(
@@ -171,7 +170,7 @@ def fc2_dgrad_kernel(
     partials_ptr,  # (column tiles, T) or None
     tiles_ptr,  # (1 + tiles, 4), tiles of 2 HALF rows
     num_rows,
-    N,
+    eighths_of_N,  # so that 8 elements are one access, whatever else divides N
     K,
     ACT: gl.constexpr,  # (value, gradient) of the activation
     GATED: gl.constexpr,
@@ -183,6 +182,7 @@ def fc2_dgrad_kernel(
 ):
     """Grid (programs,), persistent, four warps."""
     HALF: gl.constexpr = dy_desc.block_type.shape[0]
+    N = 8 * eighths_of_N
     x_smem = gl.allocate_shared_memory(dy_desc.dtype, [2 * STAGES] + dy_desc.block_type.shape, dy_desc.layout)
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     # Eight bytes of four rows, as wgmma has them, meet no bank twice.
@@ -210,7 +210,7 @@ def fc2_dgrad_kernel(
                 BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
         ],
         [4, 4, 1],
-        [104, 232, 24],
+        [104, 232, 24],  # of 512 registers that four threads share; what is left, 152, is for consumer 0
     )  # fmt: skip
 
 
@@ -254,7 +254,7 @@ def fc2_dgrad_activation(
         partials,
         tiles,
         num_rows,
-        columns,
+        columns // 8,
         depth,
     )
     return dh, a, sum_partials(partials, dy, fc2_bias, tiles, BLOCK_M, starts.shape[0])

@@ -48,7 +48,10 @@ def produce(
     a_desc, b_desc, a_smem, b_smem, full, empty, places, announced, heard, plan_ptr, num_experts, M, N,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """Chooses tiles, and loads for them; the next one is looked up while the ring is full."""
+    """Chooses tiles, and loads for them; the next one is looked up while the ring is full.
+
+    Unlike m_grouped.py's producer it may carry what it loaded to the next turn, since its loop stores.
+    """
     num_m = gl.cdiv(M, BLOCK_M)
     num_n = gl.cdiv(N, BLOCK_N)
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -118,7 +121,8 @@ def consume(
     tail_phase = 0
     turn = gl.to_tensor(0)
     e, m0, n0, rows = hear(turn, places, announced, heard)
-    # Not e, m0, n0: Triton 3.6 takes what starts alike in a loop for one.
+    # Not to begin with e, m0, n0: what follows one turn behind another value, Triton 3.6 takes for that value, if both
+    # begin as one.
     e_before, m0_before, n0_before, rows_before = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     while e >= 0:
         turn += 1
@@ -272,7 +276,7 @@ def k_grouped_gemm_accumulate(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, e
     if a.shape[0] < 768 * c.shape[0]:  # on an H200 Gluon is ahead at 1024 rows an expert, not at 512
         but = "additions outlast the products of so few rows"
     elif c.dtype != torch.float32 or not suits_tma(c):
-        but = f"the sum is {c.dtype} with strides {c.stride()}"
+        but = f"TMA cannot add to {c.dtype} with strides {c.stride()}, or its first element is not aligned to 16 bytes"
     if not is_fast("k_grouped_gemm_accumulate", a.shape[0], c.shape[0], c.shape[2], a, b, but=but):
         return portable.k_grouped_gemm_accumulate(c, a, b, starts, ends)
     launch_k_grouped(c, a, b, starts, ends, accumulate=True)
