@@ -121,12 +121,16 @@ def test_accumulation(columns: int, paths: list[str]) -> None:
     exact = c.double() + weight_product(a, b, layout)
     k_grouped_gemm_accumulate(c, a, b, layout.rows("cuda"))
     assert paths == ["k_grouped_gemm_accumulate: Gluon"]
-    close_sums(c, exact)
+    close_sums(c, exact, layout)
 
 
-def close_sums(c: Tensor, exact: Tensor) -> None:
-    """One rounding of the sum, and those of a few thousand products in fp32."""
-    assert bool(((c - exact).flatten(1).norm(dim=1) <= 2**-18 * exact.flatten(1).norm(dim=1)).all())
+def close_sums(c: Tensor, exact: Tensor, layout: Layout) -> None:
+    """wgmma adds the products of 16 rows to an fp32 sum and cuts the rest off: an error of up to 2^-23 each time, and
+    less by the size that the sum has by then. A quarter of them, and two roundings behind.
+    """
+    steps = torch.tensor([end - start for start, end in layout.bounds], device=c.device) / 16
+    error, size = ((t.double()).flatten(1).norm(dim=1) for t in (c - exact, exact))
+    assert bool((error <= (steps / 4 + 2) * 2**-23 * size).all()), (error / size, steps)
 
 
 def test_accumulation_into_part_of_a_buffer(paths: list[str]) -> None:
@@ -138,7 +142,7 @@ def test_accumulation_into_part_of_a_buffer(paths: list[str]) -> None:
     exact = c.double() + weight_product(a, b, layout)
     k_grouped_gemm_accumulate(c, a, b, layout.rows("cuda"))
     assert paths == ["k_grouped_gemm_accumulate: Gluon"]
-    close_sums(c, exact)
+    close_sums(c, exact, layout)
     c[::2] = before[::2, 4:204, 8:144]
     assert torch.equal(buffer, before)
 
@@ -151,7 +155,7 @@ def test_accumulation_into_experts_side_by_side(paths: list[str]) -> None:
     exact = c.double() + weight_product(a, b, layout)
     k_grouped_gemm_accumulate(c, a, b, layout.rows("cuda"))
     assert paths == ["k_grouped_gemm_accumulate: Gluon"]
-    close_sums(c, exact)
+    close_sums(c, exact, layout)
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["fresh", "sum"])
@@ -186,7 +190,7 @@ def test_tiles_are_claimed_or_shared_out(counts: list[int], claimed: bool, accum
             c = k_grouped_gemm(a, b, layout.rows("cuda"))
         first = c if first is None else first
         assert torch.equal(c, first)
-    close_sums(first, exact) if accumulate else close(first, exact)
+    close_sums(first, exact, layout) if accumulate else close(first, exact)
     other.synchronize()
 
 
@@ -284,7 +288,8 @@ def test_many_tiles_to_finish(depth: int, paths: list[str]) -> None:
             dh_portable, a_portable, dprobs_portable = fc2_dgrad_activation(dy, w, h, layout.rows("cuda"), probs)
         close(dh[owned], dh_portable[owned].double())
         assert torch.equal(a[owned], a_portable[owned])
-        close(dprobs[None], dprobs_portable[None].double())
+        # 2048 summands in another order
+        assert (dprobs - dprobs_portable).norm() <= 2**-21 * dprobs_portable.norm()
     assert paths == ["fc2_dgrad_activation: Gluon"] * 5
 
 
