@@ -459,9 +459,22 @@ def everything_in_a_new_thread() -> None:
     assert_same(copied(results[0]), by_layer(*batch))
 
 
+def backward_of_what_is_compiled_already() -> None:
+    """Compiled in this thread; autograd's own has launched nothing before. Sizes that TMA suits."""
+    mlp = GroupedMLP(64, 64, 2, dtype=torch.bfloat16, device="cuda")
+    x, probs = rand(256, 64, dtype=torch.bfloat16, device="cuda"), rand(256, dtype=torch.float32, device="cuda")
+    dy = rand(256, 64, dtype=torch.bfloat16, device="cuda", requires_grad=False)
+    with torch.autograd.set_multithreading_enabled(False):
+        expected = copied(by_layer(mlp, x, [130, 126], probs, dy))
+    assert_same(copied(by_layer(mlp, x, [130, 126], probs, dy)), expected)
+
+
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.parametrize("what", [backward_and_delivery_in_new_threads, everything_in_a_new_thread])
+@pytest.mark.parametrize(
+    "what",
+    [backward_and_delivery_in_new_threads, everything_in_a_new_thread, backward_of_what_is_compiled_already],
+)
 def test_new_threads_in_a_new_process(what: Callable[[], None]) -> None:
     """A kernel's first launch, in a thread that has no CUDA context of its own yet."""
     code = f"import test_gpu_execution; test_gpu_execution.{what.__name__}()"

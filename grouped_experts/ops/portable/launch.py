@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 INT32_MAX = 2**31 - 1
+
+_thread = threading.local()
 
 
 class Kernel:
@@ -36,6 +39,8 @@ class Kernel:
         if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(device):  # Triton launches on the current device, wherever the tensors are
                 return self.launch(grid, device, *args)
+        if device.type == "cuda" and not getattr(_thread, "has_context", False):
+            _bind_context(device)
         key = (device, *_specialization(args))
         compiled = self._compiled.get(key)
         watched = self._is_watched()
@@ -55,6 +60,16 @@ class Kernel:
         """Hooks, such as those of a profiler, see a launch only through Triton's own."""
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         return bool(self.function.pre_run_hooks or getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def _bind_context(device: torch.device) -> None:
+    """Give this thread a CUDA context, which the driver, asked for a TMA descriptor, wants but does not make.
+
+    A thread that has done nothing on a GPU yet has none: autograd's, if all it launches is compiled already.
+    """
+    if not torch.cuda.is_current_stream_capturing():  # a call to the runtime as well; some others are forbidden then
+        torch.cuda.mem_get_info(device)
+    _thread.has_context = True
 
 
 class Compiled(NamedTuple):
