@@ -27,6 +27,17 @@ def test_experts_with_most_rows_come_first(ranges: list[tuple[int, int]]) -> Non
     assert plan[0][0] == 0
 
 
+@pytest.mark.parametrize("experts", [300, 600, 1100])
+def test_many_experts(experts: int) -> None:
+    """By rows up to a thousand, in their own order beyond; none is left out."""
+    counts = [e * 37 % 50 for e in range(experts)]
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    plan = plan_of(list(zip([0, *ends[:-1]], ends, strict=True)), ends[-1], tiles=1, programs=4)
+    order = sorted(range(experts), key=lambda e: -counts[e]) if experts <= 1000 else list(range(experts))
+    assert [row[0] for row in plan[1:]] == order
+    assert [row[2] for row in plan[1:]] == [counts[e] for e in order]
+
+
 @pytest.mark.parametrize(("largest", "claimed"), [(100, 0), (101, 1)])
 def test_tiles_are_claimed_where_one_is_more_than_a_sixteenth_of_a_program(largest: int, claimed: int) -> None:
     """32 experts of `largest`, 100, 100 ... rows; 2 programs share 64 tiles of each."""
