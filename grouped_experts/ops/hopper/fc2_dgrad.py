@@ -17,9 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from grouped_experts.activations import ACTIVATIONS
 from grouped_experts.ops import portable
-from grouped_experts.ops.hopper.launch import descriptor, is_fast
+from grouped_experts.ops.hopper.launch import is_fast, operand_descriptors
 from grouped_experts.ops.hopper.m_grouped import multiply, produce, row_tile
-from grouped_experts.ops.hopper.pipeline import row_pieces
+from grouped_experts.ops.hopper.pipeline import ring, row_pieces
 from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
 from grouped_experts.ops.portable.activations import GRADIENTS, VALUES
 from grouped_experts.ops.portable.launch import Kernel, cdiv, contiguous, kernel, num_processors
@@ -183,17 +183,11 @@ def fc2_dgrad_kernel(
     """Grid (programs,), persistent, four warps."""
     HALF: gl.constexpr = dy_desc.block_type.shape[0]
     N = 8 * eighths_of_N
-    x_smem = gl.allocate_shared_memory(dy_desc.dtype, [2 * STAGES] + dy_desc.block_type.shape, dy_desc.layout)
-    w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    x_smem, w_smem, full, empty = ring(dy_desc, w_desc, STAGES)
     # Eight bytes of four rows, as wgmma has them, meet no bank twice.
     da_smem = gl.allocate_shared_memory(gl.float32, [2, HALF, BLOCK_N], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     handed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(handed.index(i), count=1)
         mbarrier.init(taken.index(i), count=1)
@@ -240,13 +234,7 @@ def fc2_dgrad_activation(
     fc2_dgrad(tile, activation).launch(
         (min(num_processors(dy.device), (tiles.shape[0] - 1) * column_tiles),),
         dy.device,
-        descriptor(dy, (num_rows, depth), (dy.stride(0), 1), (BLOCK_M // 2, tile.block_k)),
-        descriptor(
-            fc2_weight,
-            (fc2_weight.shape[0], 1, depth, columns),
-            (fc2_weight.stride(0), fc2_weight.stride(0), fc2_weight.stride(1), 1),
-            (1, 1, tile.block_k, tile.block_n),
-        ),
+        *operand_descriptors(dy, fc2_weight, columns, tile, transpose_w=False),
         dh,
         a if need_a else None,
         h.contiguous(),

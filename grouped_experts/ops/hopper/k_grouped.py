@@ -23,7 +23,7 @@ from grouped_experts.ops import portable
 from grouped_experts.ops.hopper.announcements import announce, announcements, hear
 from grouped_experts.ops.hopper.compat import async_add, async_load, async_store
 from grouped_experts.ops.hopper.launch import descriptor, is_fast
-from grouped_experts.ops.hopper.pipeline import advance, halves, row_pieces
+from grouped_experts.ops.hopper.pipeline import advance, halves, ring, row_pieces
 from grouped_experts.ops.hopper.plan import make_plan
 from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
 from grouped_experts.ops.portable.launch import Kernel, cdiv, kernel, num_processors, suits_tma
@@ -235,16 +235,10 @@ def k_grouped_kernel(
     below the normal ones of fp32 for zero.
     """
     PARTS: gl.constexpr = BLOCK_N // c_desc.block_type.shape[2]
-    a_smem = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES] + a_desc.block_type.shape, a_desc.layout)
-    b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
+    a_smem, b_smem, full, empty = ring(a_desc, b_desc, STAGES)
     c_smem = gl.allocate_shared_memory(c_desc.dtype, [2 * PARTS] + c_desc.block_type.shape, c_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     masked = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     places, announced, heard = announcements(2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
     mbarrier.init(masked, count=2)
     fence_async_shared()
     gl.warp_specialize(

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from grouped_experts.ops.hopper.tiles import BLOCK_M
+from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile
 from grouped_experts.ops.portable.launch import Unchecked, suits_tma
 from grouped_experts.ops.portable.tiles import row_block
 
@@ -25,6 +25,21 @@ class _Descriptor(Unchecked, TensorDescriptor):  # type: ignore[misc]
 def descriptor(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]) -> object:
     """Of a tensor that `suits_tma`, seen with that shape and those strides."""
     return _Descriptor(tensor, shape, strides, block, _layout(block, tensor.dtype))
+
+
+def operand_descriptors(
+    x: Tensor, w: Tensor, columns: int, tile: Tile, transpose_w: bool, parts: int = 1
+) -> tuple[object, object]:
+    """x (T, K), a block of it for one consumer, and w as `m_grouped_kernel` takes it: parts of `columns` rows each."""
+    (num_rows, depth), num_experts = x.shape, w.shape[0]
+    if transpose_w:
+        shape, block = (num_experts, parts, columns, depth), (1, parts, tile.block_n, tile.block_k)
+        strides = (w.stride(0), columns * w.stride(1), w.stride(1), 1)
+    else:
+        shape, block = (num_experts, 1, depth, columns), (1, 1, tile.block_k, tile.block_n)
+        strides = (w.stride(0), w.stride(0), w.stride(1), 1)
+    rows = descriptor(x, (num_rows, depth), (x.stride(0), 1), (BLOCK_M // 2, tile.block_k))
+    return rows, descriptor(w, shape, strides, block)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from grouped_experts.ops.hopper.compat import async_load
-from grouped_experts.ops.hopper.pipeline import advance
+from grouped_experts.ops.hopper.pipeline import advance, ring
 from grouped_experts.ops.portable.m_grouped import tile_position
 
 
@@ -156,13 +156,7 @@ def m_grouped_kernel(
     STAGES: gl.constexpr,
 ):
     """Grid (programs,), persistent, four warps."""
-    x_smem = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES] + x_desc.block_type.shape, x_desc.layout)
-    w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    x_smem, w_smem, full, empty = ring(x_desc, w_desc, STAGES)
     fence_async_shared()
     if y_desc is not None:
         out_smem = gl.allocate_shared_memory(y_desc.dtype, [2 * BUFFERS] + y_desc.block_type.shape, y_desc.layout)

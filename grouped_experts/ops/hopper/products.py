@@ -9,7 +9,7 @@ from torch import Tensor
 from grouped_experts.activations import ACTIVATIONS
 from grouped_experts.ops import portable
 from grouped_experts.ops.hopper import epilogues
-from grouped_experts.ops.hopper.launch import descriptor, is_fast
+from grouped_experts.ops.hopper.launch import descriptor, is_fast, operand_descriptors
 from grouped_experts.ops.hopper.m_grouped import m_grouped_kernel
 from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
 from grouped_experts.ops.portable.activations import VALUES
@@ -35,21 +35,13 @@ def launch_m_grouped(
 ) -> None:
     """parts: 2 for gate and up side by side, `columns` of each; h has as many."""
     num_rows, depth = x.shape
-    half = BLOCK_M // 2
-    if transpose_w:
-        w_shape, w_block = (w.shape[0], parts, columns, depth), (1, parts, tile.block_n, tile.block_k)
-        w_strides = (w.stride(0), columns * w.stride(1), w.stride(1), 1)
-    else:
-        w_shape, w_block = (w.shape[0], 1, depth, columns), (1, 1, tile.block_k, tile.block_n)
-        w_strides = (w.stride(0), w.stride(0), w.stride(1), 1)
     # Of an accumulator with an activation each half leaves by itself: gate and up, or left and right.
-    block = (half, 1, tile.block_n if h is None else tile.block_n * parts // 2)
+    block = (BLOCK_M // 2, 1, tile.block_n if h is None else tile.block_n * parts // 2)
     rows, row_strides = (num_rows, 1, columns), (columns, columns, 1)
     made.launch(
         (min(num_processors(x.device), (tiles.shape[0] - 1) * cdiv(columns, tile.block_n)),),
         x.device,
-        descriptor(x, (num_rows, depth), (x.stride(0), 1), (half, tile.block_k)),
-        descriptor(w, w_shape, w_strides, w_block),
+        *operand_descriptors(x, w, columns, tile, transpose_w, parts),
         None if y is None else descriptor(y, rows, row_strides, block),
         None if a is None else descriptor(a, rows, row_strides, block),
         None if h is None else descriptor(h, (num_rows, parts, columns), (parts * columns, columns, 1), block),
