@@ -75,12 +75,22 @@ def activate_part(
 
 
 @gluon.jit
+def part_at(
+    ptr, m0, end, n0, N, part: gl.constexpr, PARTS: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """Where rows m0.. and columns n0.. of one part lie, and which are rows before `end` and columns before N."""
+    m = m0 + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    n = n0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    at = ptr + m[:, None].to(gl.int64) * (PARTS * N) + part * N + n[None, :]
+    return at, (m < end)[:, None] & (n < N)[None, :]
+
+
+@gluon.jit
 def store_part(ptr, block, m0, end, n0, N, part: gl.constexpr, PARTS: gl.constexpr):
     LAYOUT: gl.constexpr = block.type.layout
-    m = m0 + gl.arange(0, block.shape[0], gl.SliceLayout(1, LAYOUT))
-    n = n0 + gl.arange(0, block.shape[1], gl.SliceLayout(0, LAYOUT))
-    at = ptr + m[:, None].to(gl.int64) * (PARTS * N) + part * N + n[None, :]
-    gl.store(at, block.to(ptr.dtype.element_ty), mask=(m < end)[:, None] & (n < N)[None, :])
+    at, inside = part_at(ptr, m0, end, n0, N, part, PARTS, block.shape[0], block.shape[1], LAYOUT)
+    gl.store(at, block.to(ptr.dtype.element_ty), mask=inside)
 
 
 @gluon.jit

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from grouped_experts.activations import ACTIVATIONS
 from grouped_experts.ops import portable
+from grouped_experts.ops.hopper.epilogues import load_rows, part_at, store_part
 from grouped_experts.ops.hopper.launch import is_fast, operand_descriptors
 from grouped_experts.ops.hopper.m_grouped import multiply, produce, row_tile
 from grouped_experts.ops.hopper.pipeline import ring, row_pieces
@@ -63,8 +64,8 @@ def finish(
     ACT: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr
 ):  # fmt: skip
-    """Each tile in parts of ROWS rows; h and p of the next part are loaded before this one is finished."""
-    PARTS: gl.constexpr = 2 * da_smem.shape[1] // ROWS
+    """Each tile in bands of ROWS rows; h and p of the next band are loaded before this one is finished."""
+    BANDS: gl.constexpr = 2 * da_smem.shape[1] // ROWS
     num_m = gl.load(tiles_ptr)
     num_n = gl.cdiv(N, BLOCK_N)
     total = num_m * num_n
@@ -72,18 +73,18 @@ def finish(
     turn = 0
     _expert, m0, end, i_n, _steps = row_tile(gl.program_id(0), total, tiles_ptr, num_m, num_n, K, GROUP_M, BLOCK_K)
     end = gl.where(total > 0, end, m0)  # without tiles it is a gap's
-    gate, up, p = load_part(h_ptr, probs_ptr, m0, end, i_n, N, GATED, ROWS, BLOCK_N)
+    gate, up, p = load_band(h_ptr, probs_ptr, m0, end, i_n, N, GATED, ROWS, BLOCK_N)
     for t in range(gl.program_id(0), total, programs):
         _expert, m0_next, end_next, i_n_next, _steps = row_tile(
             t + programs, total, tiles_ptr, num_m, num_n, K, GROUP_M, BLOCK_K
         )
-        for i in gl.static_range(PARTS):
-            if i + 1 < PARTS:
-                ahead = load_part(h_ptr, probs_ptr, m0 + (i + 1) * ROWS, end, i_n, N, GATED, ROWS, BLOCK_N)
+        for i in gl.static_range(BANDS):
+            if i + 1 < BANDS:
+                ahead = load_band(h_ptr, probs_ptr, m0 + (i + 1) * ROWS, end, i_n, N, GATED, ROWS, BLOCK_N)
             else:
-                ahead = load_part(h_ptr, probs_ptr, m0_next, end_next, i_n_next, N, GATED, ROWS, BLOCK_N)
+                ahead = load_band(h_ptr, probs_ptr, m0_next, end_next, i_n_next, N, GATED, ROWS, BLOCK_N)
             da = take(i, turn, da_smem, handed, taken, ROWS)
-            finish_part(
+            finish_band(
                 da, gate, up, p, m0 + i * ROWS, end, i_n, dh_ptr, a_ptr, probs_ptr, partials_ptr, num_rows, N,
                 ACT, GATED
             )  # fmt: skip
@@ -94,19 +95,19 @@ def finish(
 
 @gluon.jit
 def take(i: gl.constexpr, turn, da_smem, handed, taken, ROWS: gl.constexpr):
-    """Part i of a tile's da. The first of a half waits for it, the last one gives its place back."""
-    PARTS: gl.constexpr = da_smem.shape[1] // ROWS
-    HALF: gl.constexpr = i // PARTS
-    if i % PARTS == 0:
+    """Band i of a tile's da. The first of a half waits for it, the last one gives its place back."""
+    BANDS: gl.constexpr = da_smem.shape[1] // ROWS
+    HALF: gl.constexpr = i // BANDS
+    if i % BANDS == 0:
         mbarrier.wait(handed.index(HALF), turn)
-    da = da_smem.index(HALF).slice(i % PARTS * ROWS, ROWS, 0).load(row_pieces(da_smem.shape[2]))
-    if i % PARTS == PARTS - 1:
+    da = da_smem.index(HALF).slice(i % BANDS * ROWS, ROWS, 0).load(row_pieces(da_smem.shape[2]))
+    if i % BANDS == BANDS - 1:
         mbarrier.arrive(taken.index(HALF), count=1)
     return da
 
 
 @gluon.jit
-def finish_part(
+def finish_band(
     da, gate, up, p, m0, end, i_n, dh_ptr, a_ptr, probs_ptr, partials_ptr, num_rows, N,
     ACT: gl.constexpr, GATED: gl.constexpr
 ):  # fmt: skip
@@ -115,15 +116,13 @@ def finish_part(
     BLOCK_N: gl.constexpr = da.shape[1]
     LAYOUT: gl.constexpr = da.type.layout
     PARTS: gl.constexpr = 2 if GATED else 1
-    m = m0 + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    n = i_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-    inside = (m < end)[:, None] & (n < N)[None, :]
-    at = m[:, None].to(gl.int64) * N + n[None, :]
-    at_h = m[:, None].to(gl.int64) * (PARTS * N) + n[None, :]
+    n0 = i_n * BLOCK_N
     gate = gate.to(gl.float32)
     up = up.to(gl.float32)
     s = ACT[0](gate, up, False)
     if partials_ptr is not None:  # behind column N stands 0 * dy, which is NaN for a dy of Inf
+        m = m0 + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        n = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
         partial = gl.sum(gl.where((n < N)[None, :], da * s, 0.0), 1)
         gl.store(partials_ptr + gl.to_tensor(i_n).to(gl.int64) * num_rows + m, partial, mask=m < end)
     ds = da
@@ -131,31 +130,30 @@ def finish_part(
         ds = p[:, None] * da
         s = p[:, None] * s
     d_gate, d_up = ACT[1](ds, gate, up, False)
-    gl.store(dh_ptr + at_h, d_gate.to(dh_ptr.dtype.element_ty), mask=inside)
+    store_part(dh_ptr, d_gate, m0, end, n0, N, 0, PARTS)
     if GATED:
-        gl.store(dh_ptr + at_h + N, d_up.to(dh_ptr.dtype.element_ty), mask=inside)
+        store_part(dh_ptr, d_up, m0, end, n0, N, 1, PARTS)
     if a_ptr is not None:
-        gl.store(a_ptr + at, s.to(a_ptr.dtype.element_ty), mask=inside)
+        store_part(a_ptr, s, m0, end, n0, N, 0, 1)
 
 
 @gluon.jit
-def load_part(
+def load_band(
     h_ptr, probs_ptr, m0, end, i_n, N, GATED: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr
 ):  # fmt: skip
     """Gate and up of ROWS rows, as they are stored, without a gate the same block twice; and p, or ones."""
     LAYOUT: gl.constexpr = row_pieces(BLOCK_N)
     PARTS: gl.constexpr = 2 if GATED else 1
-    m = m0 + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    n = i_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-    inside = (m < end)[:, None] & (n < N)[None, :]
-    at = h_ptr + m[:, None].to(gl.int64) * (PARTS * N) + n[None, :]
+    n0 = i_n * BLOCK_N
+    at, inside = part_at(h_ptr, m0, end, n0, N, 0, PARTS, ROWS, BLOCK_N, LAYOUT)
     gate = gl.load(at, mask=inside, other=0.0)
     up = gate
     if GATED:
-        up = gl.load(at + N, mask=inside, other=0.0)
+        at, inside = part_at(h_ptr, m0, end, n0, N, 1, PARTS, ROWS, BLOCK_N, LAYOUT)
+        up = gl.load(at, mask=inside, other=0.0)
     p = gl.full((ROWS,), 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
     if probs_ptr is not None:
-        p = gl.load(probs_ptr + m, mask=m < end, other=0.0).to(gl.float32)
+        p = load_rows(probs_ptr, m0, end, gate)
     return gate, up, p
 
 
