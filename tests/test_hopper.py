@@ -26,6 +26,8 @@ from grouped_experts.ops import (
     scaled_activation_backward,
 )
 from grouped_experts.ops.families import choose_family, use_family
+from grouped_experts.ops.hopper.plan import make_plan
+from grouped_experts.ops.portable.launch import num_processors
 
 BF16 = torch.bfloat16
 # 118 rows on average: tiles of 128. One row, half a tile, a row more, a whole one, several; spare rows behind.
@@ -125,12 +127,12 @@ def test_accumulation(columns: int, paths: list[str]) -> None:
 
 
 def close_sums(c: Tensor, exact: Tensor, layout: Layout) -> None:
-    """wgmma adds the products of 16 rows to an fp32 sum and cuts the rest off: an error of up to 2^-23 each time, and
-    less by the size that the sum has by then. A quarter of them, and two roundings behind.
+    """wgmma adds the products of 16 rows to an fp32 sum and cuts the rest off: errors of up to 2^-23, half of that on
+    average, and less by the size that the sum has by then. A sixth of them, and two roundings behind.
     """
     steps = torch.tensor([end - start for start, end in layout.bounds], device=c.device) / 16
     error, size = ((t.double()).flatten(1).norm(dim=1) for t in (c - exact, exact))
-    assert bool((error <= (steps / 4 + 2) * 2**-23 * size).all()), (error / size, steps)
+    assert bool((error <= (steps / 6 + 2) * 2**-23 * size).all()), (error / size, steps)
 
 
 def test_accumulation_into_part_of_a_buffer(paths: list[str]) -> None:
@@ -166,16 +168,12 @@ def test_accumulation_into_experts_side_by_side(paths: list[str]) -> None:
 )
 def test_tiles_are_claimed_or_shared_out(counts: list[int], claimed: bool, accumulate: bool) -> None:
     """Both ways every tile is taken once, whatever program is late, and results repeat to the bit."""
-    from grouped_experts.ops.hopper.plan import make_plan
-    from grouped_experts.ops.portable.launch import num_processors
-
     layout, rows, columns = contiguous(counts, spare=5), 3072, 3840
     a, b = random_rows(rows, layout), random_rows(columns, layout)
     tiles, programs = 24 * (30 if accumulate else 15), num_processors(a.device)
     assert 8 * tiles > 10 * programs  # most are claimed
-    assert make_plan(layout.rows("cuda").starts, layout.rows("cuda").ends, layout.num_rows, tiles, programs)[0, 1] == (
-        claimed
-    )
+    ranges = layout.rows("cuda")
+    assert bool(make_plan(ranges.starts, ranges.ends, layout.num_rows, tiles, programs)[0, 1]) == claimed
     exact = weight_product(a, b, layout)
     other, m = torch.cuda.Stream(), randn(2048, 2048)
     first = None
