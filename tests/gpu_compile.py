@@ -151,6 +151,8 @@ def launch_hopper(dtype: torch.dtype) -> None:
         hopper.fc2_dgrad_activation(dy, w2, gated, ends, ends, None, None, "swiglu", False, False, tiles)
         a = torch.empty(rows, inner, dtype=dtype)
         hopper.k_grouped_gemm(x, a, ends, ends, dtype)
+        wide = torch.empty(rows, 132 * 128, dtype=dtype)  # more tiles than programs: no expert in pieces
+        hopper.k_grouped_gemm(wide, a, ends, ends, dtype)
         sum_of = torch.empty(1, hidden, inner)  # of one expert: many rows
         hopper.k_grouped_gemm_accumulate(sum_of, x, a, ends[:1], ends[:1])
 

@@ -26,8 +26,9 @@ from grouped_experts.ops import (
     scaled_activation_backward,
 )
 from grouped_experts.ops.families import choose_family, use_family
-from grouped_experts.ops.hopper.plan import make_plan
-from grouped_experts.ops.portable.launch import num_processors
+from grouped_experts.ops.hopper.plan import entries_of_pieces, make_plan
+from grouped_experts.ops.hopper.tiles import choose_tile
+from grouped_experts.ops.portable.launch import cdiv, num_processors
 
 BF16 = torch.bfloat16
 # 118 rows on average: tiles of 128. One row, half a tile, a row more, a whole one, several; spare rows behind.
@@ -173,7 +174,7 @@ def test_tiles_are_claimed_or_shared_out(counts: list[int], claimed: bool, accum
     tiles, programs = 24 * (30 if accumulate else 15), num_processors(a.device)
     assert 8 * tiles > 10 * programs  # most are claimed
     ranges = layout.rows("cuda")
-    assert bool(make_plan(ranges.starts, ranges.ends, layout.num_rows, tiles, programs)[0, 1]) == claimed
+    assert bool(make_plan(ranges.starts, ranges.ends, layout.num_rows, tiles, programs)[1]) == claimed
     exact = weight_product(a, b, layout)
     other, m = torch.cuda.Stream(), randn(2048, 2048)
     first = None
@@ -189,6 +190,33 @@ def test_tiles_are_claimed_or_shared_out(counts: list[int], claimed: bool, accum
         first = c if first is None else first
         assert torch.equal(c, first)
     close_sums(first, exact, layout) if accumulate else close(first, exact)
+    other.synchronize()
+
+
+@pytest.mark.parametrize("columns", [120, 136, 520])
+@pytest.mark.parametrize(
+    "counts",
+    [[9000], [0, 0, 40000, 0, 1, 0], [20000, *[1500] * 7], [2600, 5300, *[64] * 30]],
+    ids=["alone", "all-but-one", "half", "two"],
+)
+def test_large_experts_are_contracted_in_pieces(counts: list[int], columns: int) -> None:
+    """Whatever piece is last, it adds them up in the same order."""
+    layout, rows = contiguous(counts, spare=5), 200
+    a, b = random_rows(rows, layout), random_rows(columns, layout)
+    ranges, tiles = layout.rows("cuda"), 2 * cdiv(columns, choose_tile("wgrad", columns).block_n)
+    split = entries_of_pieces(len(counts), tiles, num_processors(a.device))
+    plan = make_plan(ranges.starts, ranges.ends, layout.num_rows, tiles, num_processors(a.device), split)
+    assert int(plan[2]) > len(counts)
+    other, m = torch.cuda.Stream(), randn(2048, 2048)
+    first = None
+    for repeat in range(20):
+        with torch.cuda.stream(other):
+            for _ in range(repeat % 4):
+                torch.mm(m, m)
+        c = k_grouped_gemm(a, b, layout.rows("cuda"))
+        first = c if first is None else first
+        assert torch.equal(c, first)
+    close(first, weight_product(a, b, layout))
     other.synchronize()
 
 

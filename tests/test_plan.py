@@ -1,4 +1,4 @@
-"""The order in which the k-grouped Hopper kernel takes experts; in Triton's interpreter where there is no GPU."""
+"""What the k-grouped Hopper kernel contracts, in which order; in Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grouped_experts.ops.hopper.plan import make_plan
+from grouped_experts.ops.hopper.plan import FEWEST_ROWS, MOST_PIECES, entries_of_pieces, make_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def plan_of(ranges: list[tuple[int, int]], num_rows: int, tiles: int, programs: int) -> list[list[int]]:
+    """The head, and an entry for each expert."""
     starts, ends = torch.tensor(ranges, dtype=torch.int32, device=DEVICE).T.contiguous()
-    return make_plan(starts, ends, num_rows, tiles, programs).tolist()
+    plan = make_plan(starts, ends, num_rows, tiles, programs).view(-1, 4).tolist()
+    assert plan[0][2] == len(ranges)
+    assert all(entry[3] == 0 for entry in plan[1:])
+    return plan
 
 
 @given(st.lists(st.tuples(st.integers(-5, 90), st.integers(-5, 90)), min_size=1, max_size=70))
@@ -47,3 +51,46 @@ def test_tiles_are_claimed_where_one_is_more_than_a_sixteenth_of_a_program(large
     assert plan_of(ranges, sum(counts), tiles=64, programs=2)[0][1] == 0
     # One tile of each: a program has 1600 rows to contract, a sixteenth of which are 100.
     assert plan_of(ranges, sum(counts), tiles=1, programs=2)[0][1] == claimed
+
+
+@given(
+    counts=st.lists(
+        st.one_of(st.integers(0, 300), st.integers(FEWEST_ROWS - 2, 4 * FEWEST_ROWS), st.integers(0, 10**6)),
+        min_size=1,
+        max_size=40,
+    ),
+    tiles=st.integers(1, 140),
+    programs=st.integers(1, 140),
+)
+def test_large_experts_in_pieces(counts: list[int], tiles: int, programs: int) -> None:
+    """Every row is contracted once, in pieces of no more than a program's share where they may be as small as that."""
+    ends = torch.tensor(counts, device=DEVICE).cumsum(0).to(torch.int32)
+    starts, num_rows = ends - torch.tensor(counts, device=DEVICE, dtype=torch.int32), sum(counts)
+    split = entries_of_pieces(len(counts), tiles, programs)
+    plan = make_plan(starts, ends, num_rows, tiles, programs, split, counters=2 * split * tiles).tolist()
+    counters, entries = (
+        plan[4 : 4 + 2 * split * tiles],
+        torch.tensor(plan[4 + 2 * split * tiles :]).view(-1, 4).tolist(),
+    )
+    assert not any(counters)
+    entries = entries[: plan[2]]
+    assert [e for e, *_ in entries] == [e for e in order_of(counts) for _ in range([x[0] for x in entries].count(e))]
+    for e, count in enumerate(counts):
+        mine = [(place, *entry[1:]) for place, entry in enumerate(entries) if entry[0] == e]
+        assert sum(rows for _, _, rows, _ in mine) == count
+        assert [start for _, start, _, _ in mine] == [
+            int(starts[e]) + sum(rows for _, _, rows, _ in mine[:i]) for i in range(len(mine))
+        ]
+        if len(mine) == 1:
+            assert mine[0][3] == 0
+            assert split == 0 or count * programs <= 1.02 * tiles * num_rows or count < 2 * FEWEST_ROWS
+        else:
+            assert mine[-1][0] < split  # so that their tiles lie in the workspace
+            assert [code for *_, code in mine] == [(mine[0][0] << 16) + (i << 8) + len(mine) for i in range(len(mine))]
+            assert len(mine) <= MOST_PIECES
+            assert all(rows % 64 == 0 for _, _, rows, _ in mine[:-1])
+            assert all(rows > FEWEST_ROWS // 2 for _, _, rows, _ in mine)
+
+
+def order_of(counts: list[int]) -> list[int]:
+    return sorted(range(len(counts)), key=lambda e: -counts[e])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from triton._C.libtriton import ir
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
@@ -21,4 +22,6 @@ def _async_add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) ->
 
 async_add = getattr(tma, "async_atomic_add", None) or _async_add
 
-__all__ = ["async_add", "async_load", "async_store"]
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+__all__ = ["async_add", "async_load", "async_store", "barrier"]

@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -23,8 +22,10 @@ from grouped_experts.ops import portable
 from grouped_experts.ops.hopper.announcements import announce, announcements, hear
 from grouped_experts.ops.hopper.compat import async_add, async_load, async_store
 from grouped_experts.ops.hopper.launch import descriptor, is_fast
-from grouped_experts.ops.hopper.pipeline import advance, halves, ring, row_pieces
-from grouped_experts.ops.hopper.plan import make_plan
+from grouped_experts.ops.hopper.pieces import end_piece
+from grouped_experts.ops.hopper.pipeline import advance, halves, ring
+from grouped_experts.ops.hopper.plan import entries_of_pieces, make_plan
+from grouped_experts.ops.hopper.row_blocks import begin_tile, contract_blocks
 from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
 from grouped_experts.ops.portable.launch import Kernel, cdiv, kernel, num_processors, suits_tma
 from grouped_experts.ops.portable.m_grouped import tile_position
@@ -32,56 +33,62 @@ from grouped_experts.ops.portable.m_grouped import tile_position
 
 @gluon.jit
 def weight_tile(
-    t, plan_ptr, num_experts, num_m, num_n,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr
+    t, plan_ptr, counters, num_m, num_n, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr
 ):  # fmt: skip
-    """Expert (-1: there are no more tiles), first row and column of its weight, and its rows: first, how many."""
-    place = t // (num_m * num_n)
-    i_m, i_n = tile_position(t % (num_m * num_n), num_m, num_n, GROUP_M)
-    expert = plan_ptr + 4 * (1 + gl.minimum(place, num_experts - 1))
-    e = gl.where(place < num_experts, gl.load(expert), -1)
-    return e, i_m * BLOCK_M, i_n * BLOCK_N, gl.load(expert + 1), gl.load(expert + 2)
+    """Expert (-1: there are no more tiles), first row and column of its weight, rows to contract: first, how many; and,
+    of one in pieces, its tile among those of the plan's first entries, which piece, and of how many.
+    """
+    tiles = num_m * num_n
+    place, tile = t // tiles, t % tiles
+    i_m, i_n = tile_position(tile, num_m, num_n, GROUP_M)
+    entries = gl.load(plan_ptr + 2)
+    entry = plan_ptr + 4 + counters + 4 * gl.minimum(place, entries - 1)
+    e = gl.where(place < entries, gl.load(entry), -1)
+    piece = gl.load(entry + 3)
+    piece = gl.where(piece > 0, ((piece >> 16) * tiles + tile) * 65536 + (piece & 65535), 0)
+    return e, i_m * BLOCK_M, i_n * BLOCK_N, gl.load(entry + 1), gl.load(entry + 2), piece
 
 
 @gluon.jit
 def produce(
-    a_desc, b_desc, a_smem, b_smem, full, empty, places, announced, heard, plan_ptr, num_experts, M, N,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr
+    a_desc, b_desc, a_smem, b_smem, full, empty, places, announced, heard, plan_ptr, counters, M, eighths_of_N,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """Chooses tiles, and loads for them; the next one is looked up while the ring is full.
 
     Unlike m_grouped.py's producer it may carry what it loaded to the next turn, since its loop stores.
     """
+    BLOCK_T: gl.constexpr = a_desc.block_type.shape[0]
     num_m = gl.cdiv(M, BLOCK_M)
-    num_n = gl.cdiv(N, BLOCK_N)
+    num_n = gl.cdiv(8 * eighths_of_N, BLOCK_N)
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     claims = gl.load(plan_ptr + 1) > 0
     stage = 0
     phase = 1
     t = gl.program_id(0)
-    e, m0, n0, start, rows = weight_tile(t, plan_ptr, num_experts, num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M)
+    e, m0, n0, start, rows, piece = weight_tile(t, plan_ptr, counters, num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M)
     turn = gl.to_tensor(0)
-    announce(turn, e, m0, n0, rows, places, announced, heard)
+    announce(turn, e, m0, n0, rows, piece, places, announced, heard)
     while e >= 0:
         turn += 1
         # Nobody waits until the number is asked for. It counts the tiles behind those that programs begin with.
         claimed = gl.atomic_add(plan_ptr + 0 * lane, gl.full_like(lane, 1), mask=(lane == 0) & claims, sem="relaxed")
-        steps = gl.cdiv(rows, BLOCK_T)
+        steps = gl.maximum(gl.cdiv(rows, BLOCK_T), 1)  # no rows are a block of which none is kept
         first = gl.minimum(steps, STAGES)
         for i in range(first):
             stage, phase = load_rows(
                 i, steps, start, rows, m0, n0, stage, phase, a_desc, b_desc, a_smem, b_smem, full, empty, STAGES
             )
         t = gl.where(claims, gl.sum(gl.where(lane == 0, claimed, 0), 0), t) + gl.num_programs(0)
-        e_next, m0_next, n0_next, start_next, rows_next = weight_tile(
-            t, plan_ptr, num_experts, num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M
+        e_next, m0_next, n0_next, start_next, rows_next, piece_next = weight_tile(
+            t, plan_ptr, counters, num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M
         )
         for i in range(first, steps):
             stage, phase = load_rows(
                 i, steps, start, rows, m0, n0, stage, phase, a_desc, b_desc, a_smem, b_smem, full, empty, STAGES
             )
-        e, m0, n0, start, rows = e_next, m0_next, n0_next, start_next, rows_next
-        announce(turn, e, m0, n0, rows, places, announced, heard)
+        e, m0, n0, start, rows, piece = e_next, m0_next, n0_next, start_next, rows_next, piece_next
+        announce(turn, e, m0, n0, rows, piece, places, announced, heard)
 
 
 @gluon.jit
@@ -105,74 +112,99 @@ def load_rows(
 @gluon.jit
 def consume(
     half: gl.constexpr,
-    c_desc, a_smem, b_smem, c_smem, full, empty, masked, places, announced, heard, ACCUMULATE: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr
+    c_desc, c_ptr, partials_ptr, plan_ptr, halves_of_tiles, M, eighths_of_N,
+    a_smem, b_smem, c_smem, full, empty, masked, places, announced, heard,
+    ACCUMULATE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """A fresh tile is stored at once. A sum leaves in parts while the next tile is contracted.
+    """A fresh tile is stored at once. A sum is kept in registers until the next tile is under way, and leaves in parts.
 
     All at once, by all processors, the additions would hold up what they load.
     """
-    HALF: gl.constexpr = BLOCK_M // 2
+    BLOCK_T: gl.constexpr = a_smem.shape[1]
+    HALF: gl.constexpr = a_smem.shape[2]
     PARTS: gl.constexpr = c_smem.shape[0] // 2
     WIDTH: gl.constexpr = BLOCK_N // PARTS
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    UNDER_WAY: gl.constexpr = 3 if half else 1  # steps; not both consumers write to shared memory at a time
     stage = 0
     phase = 0
     tail_phase = 0
     turn = gl.to_tensor(0)
-    e, m0, n0, rows = hear(turn, places, announced, heard)
+    e, m0, n0, rows, piece = hear(turn, places, announced, heard)
     # Not to begin with e, m0, n0: what follows one turn behind another value, Triton 3.6 takes for that value, if both
     # begin as one.
     e_before, m0_before, n0_before, rows_before = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    kept = gl.zeros((HALF, BLOCK_N), gl.float32, ACC)
     while e >= 0:
         turn += 1
-        steps = rows // BLOCK_T
-        rest = rows - steps * BLOCK_T
-        first = gl.minimum(steps, 1)
-        acc = gl.zeros((HALF, BLOCK_N), gl.float32, ACC)
-        done = -1  # the stage that the next step is done with
-        for _i in range(first):
-            mbarrier.wait(full.index(stage), phase)
-            acc, done = contract(half, stage, done, a_smem, b_smem, empty, acc)
-            stage, phase = advance(stage, phase, STAGES)
-        for _i in range(gl.minimum(rest, 1)):  # the rows that fill no block, masked while the first ones are contracted
-            mbarrier.wait(full.index(stage), phase)
-            keep_first(a_smem.index(2 * stage + half), rest)
-            keep_first(b_smem.index(stage).slice(half * (BLOCK_N // 2), BLOCK_N // 2, 1), rest)
-            fence_async_shared()
-            mbarrier.arrive(masked, count=1)
-            mbarrier.wait(masked, tail_phase)
-            tail_phase ^= 1
-            acc, done = contract_first(rest, half, stage, done, a_smem, b_smem, empty, acc)
-            stage, phase = advance(stage, phase, STAGES)
+        steps = gl.maximum(gl.cdiv(rows, BLOCK_T), 1)
+        acc, done, step, stage, phase, tail_phase = begin_tile(
+            half, rows, stage, phase, tail_phase, a_smem, b_smem, full, empty, masked, BLOCK_N, STAGES
+        )
+        if ACCUMULATE:
+            first = gl.minimum(gl.maximum(step, UNDER_WAY), steps)
+            acc, done, stage, phase = contract_blocks(
+                half, step, first, acc, done, stage, phase, a_smem, b_smem, full, empty, STAGES
+            )
+            step = first
+            hold_parts(half, kept, c_smem)
         for i in gl.static_range(PARTS):
             if ACCUMULATE:
                 add_part(
                     rows_before, c_desc, e_before, m0_before, n0_before + i * WIDTH, c_smem.index(half * PARTS + i)
                 )
-            for _i in range(first + (steps - first) * i // PARTS, first + (steps - first) * (i + 1) // PARTS):
-                mbarrier.wait(full.index(stage), phase)
-                acc, done = contract(half, stage, done, a_smem, b_smem, empty, acc)
-                stage, phase = advance(stage, phase, STAGES)
-        e_before, m0_before, n0_before, rows_before = e, m0 + half * HALF, n0, rows
-        e, m0, n0, rows = hear(turn, places, announced, heard)
+            acc, done, stage, phase = contract_blocks(
+                half, step + (steps - step) * i // PARTS, step + (steps - step) * (i + 1) // PARTS,
+                acc, done, stage, phase, a_smem, b_smem, full, empty, STAGES
+            )  # fmt: skip
+        e_before, m0_before, n0_before, rows_before, piece_before = e, m0 + half * HALF, n0, rows, piece
+        e, m0, n0, rows, piece = hear(turn, places, announced, heard)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index(gl.maximum(done, 0)), count=1, pred=done >= 0)
-        tma.store_wait(0)
+        mbarrier.arrive(empty.index(done), count=1)
         if ACCUMULATE:
-            left, right = halves(acc)
-            parts = halves(left) + halves(right)
-            for i in gl.static_range(PARTS):
-                c_smem.index(half * PARTS + i).reshape([HALF, WIDTH]).store(parts[i])
-            fence_async_shared()
+            kept = acc
         else:
-            c_smem.index(half).reshape([HALF, BLOCK_N]).store(acc.to(c_desc.dtype))
-            fence_async_shared()
-            async_store(c_desc, [e_before, m0_before, n0_before], c_smem.index(half))
+            end_tile(
+                half, acc, piece_before, e_before, m0_before, n0_before, c_desc, c_smem, c_ptr, partials_ptr,
+                plan_ptr + 4, halves_of_tiles, M, 8 * eighths_of_N
+            )  # fmt: skip
     if ACCUMULATE:
+        hold_parts(half, kept, c_smem)
         for i in gl.static_range(PARTS):
             add_part(rows_before, c_desc, e_before, m0_before, n0_before + i * WIDTH, c_smem.index(half * PARTS + i))
     tma.store_wait(0)
+
+
+@gluon.jit
+def end_tile(
+    half: gl.constexpr, acc, piece, e, m0, n0, c_desc, c_smem, c_ptr, partials_ptr, counters_ptr, blocks, M, N
+):  # fmt: skip
+    """Store a fresh tile, or, of an expert in pieces, leave it to the last of them."""
+    if partials_ptr is None or piece == 0:
+        store_tile(half, acc, e, m0, n0, c_desc, c_smem)
+    else:
+        c_of_expert = c_ptr + gl.to_tensor(e).to(gl.int64) * M * N
+        end_piece(half, acc, piece, m0, n0, c_of_expert, partials_ptr, counters_ptr, blocks, M, N)
+
+
+@gluon.jit
+def store_tile(half: gl.constexpr, acc, e, m0, n0, c_desc, c_smem):
+    tma.store_wait(0)
+    c_smem.index(half).reshape([acc.shape[0], acc.shape[1]]).store(acc.to(c_desc.dtype))
+    fence_async_shared()
+    async_store(c_desc, [e, m0, n0], c_smem.index(half))
+
+
+@gluon.jit
+def hold_parts(half: gl.constexpr, kept, c_smem):
+    """A tile as PARTS blocks of shared memory, once the one before it has left them."""
+    PARTS: gl.constexpr = c_smem.shape[0] // 2
+    tma.store_wait(0)
+    left, right = halves(kept)
+    parts = halves(left) + halves(right)
+    for i in gl.static_range(PARTS):
+        c_smem.index(half * PARTS + i).reshape([kept.shape[0], kept.shape[1] // PARTS]).store(parts[i])
+    fence_async_shared()
 
 
 @gluon.jit
@@ -183,49 +215,20 @@ def add_part(rows, c_desc, e, m0, n0, part):
 
 
 @gluon.jit
-def contract(half: gl.constexpr, stage, done, a_smem, b_smem, empty, acc):
-    """Add one block of rows, leave it in flight, and give back the stage before it."""
-    acc = warpgroup_mma(a_smem.index(2 * stage + half).permute((1, 0)), b_smem.index(stage), acc, is_async=True)
-    acc = warpgroup_mma_wait(1, deps=[acc])
-    mbarrier.arrive(empty.index(gl.maximum(done, 0)), count=1, pred=done >= 0)
-    return acc, stage
-
-
-@gluon.jit
-def contract_first(rows, half: gl.constexpr, stage, done, a_smem, b_smem, empty, acc):
-    """The same for the first rows of a block, sixteen by sixteen."""
-    a = a_smem.index(2 * stage + half)
-    b = b_smem.index(stage)
-    for i in gl.static_range(a.shape[0] // 16):
-        for _i in range(gl.where(rows > 16 * i, 1, 0)):
-            acc = warpgroup_mma(a.slice(16 * i, 16, 0).permute((1, 0)), b.slice(16 * i, 16, 0), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])
-    mbarrier.arrive(empty.index(gl.maximum(done, 0)), count=1, pred=done >= 0)
-    return acc, stage
-
-
-@gluon.jit
-def keep_first(block, rows):
-    """Zero what is behind the first `rows` rows of a block in shared memory: 0 * NaN would be NaN."""
-    LAYOUT: gl.constexpr = row_pieces(block.shape[1])
-    row = gl.arange(0, block.shape[0], gl.SliceLayout(1, LAYOUT))
-    values = block.load(LAYOUT)
-    block.store(gl.where((row < rows)[:, None], values, gl.zeros_like(values)))
-
-
-@gluon.jit
 def k_grouped_kernel(
     a_desc,  # (T, M), block (BLOCK_T, BLOCK_M / 2)
     b_desc,  # (T, N), block (BLOCK_T, BLOCK_N)
     c_desc,  # (E, M, N), block (1, BLOCK_M / 2, BLOCK_N); with ACCUMULATE fp32, (1, BLOCK_M / 2, BLOCK_N / 4)
-    plan_ptr,  # (1 + E, 4): see `plan_kernel`
-    num_experts,
+    c_ptr,  # contiguous; or None, as the next, where no expert is contracted in pieces
+    partials_ptr,  # (pieces, tiles, 2, BLOCK_M / 2, BLOCK_N) in fp32
+    plan_ptr,  # see `plan_kernel`
+    halves_of_tiles,  # of an expert
+    counters,  # of the plan
     M,
-    N,
+    eighths_of_N,  # so that 8 elements are one access, whatever else divides N
     ACCUMULATE: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    BLOCK_T: gl.constexpr,
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -243,15 +246,17 @@ def k_grouped_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consume, (0, c_desc, a_smem, b_smem, c_smem, full, empty, masked, places, announced, heard, ACCUMULATE,
-                BLOCK_M, BLOCK_N, BLOCK_T, STAGES)),
-            (consume, (1, c_desc, a_smem, b_smem, c_smem, full, empty, masked, places, announced, heard, ACCUMULATE,
-                BLOCK_M, BLOCK_N, BLOCK_T, STAGES)),
-            (produce, (a_desc, b_desc, a_smem, b_smem, full, empty, places, announced, heard, plan_ptr,
-                num_experts, M, N, BLOCK_M, BLOCK_N, BLOCK_T, GROUP_M, STAGES)),
+            (consume, (0, c_desc, c_ptr, partials_ptr, plan_ptr, halves_of_tiles, M, eighths_of_N,
+                a_smem, b_smem, c_smem, full, empty, masked, places, announced, heard,
+                ACCUMULATE, BLOCK_M, BLOCK_N, STAGES)),
+            (consume, (1, c_desc, c_ptr, partials_ptr, plan_ptr, halves_of_tiles, M, eighths_of_N,
+                a_smem, b_smem, c_smem, full, empty, masked, places, announced, heard,
+                ACCUMULATE, BLOCK_M, BLOCK_N, STAGES)),
+            (produce, (a_desc, b_desc, a_smem, b_smem, full, empty, places, announced, heard, plan_ptr, counters,
+                M, eighths_of_N, BLOCK_M, BLOCK_N, GROUP_M, STAGES)),
         ],
         [4, 1],
-        [232, 24],
+        [240, 24],
     )  # fmt: skip
 
 
@@ -281,17 +286,22 @@ def launch_k_grouped(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tens
     tile = choose_tile("sum" if accumulate else "wgrad", columns)
     half = BLOCK_M // 2
     tiles = cdiv(rows, BLOCK_M) * cdiv(columns, tile.block_n)
-    programs = min(num_processors(a.device), num_experts * tiles)
+    processors = num_processors(a.device)
+    pieces = 0 if accumulate else entries_of_pieces(num_experts, tiles, processors)
+    programs = min(processors, (num_experts + pieces) * tiles)
     k_grouped(tile, accumulate).launch(
         (programs,),
         a.device,
         descriptor(a, (a.shape[0], rows), (a.stride(0), 1), (tile.block_k, half)),
         descriptor(b, (b.shape[0], columns), (b.stride(0), 1), (tile.block_k, tile.block_n)),
         descriptor(c, c.shape, c.stride(), (1, half, tile.block_n // 4 if accumulate else tile.block_n)),
-        make_plan(starts, ends, a.shape[0], tiles, programs),
-        num_experts,
+        c if pieces else None,
+        a.new_empty(pieces * tiles * BLOCK_M * tile.block_n, dtype=torch.float32) if pieces else None,
+        make_plan(starts, ends, a.shape[0], tiles, programs, pieces, 2 * pieces * tiles),
+        2 * tiles,
+        2 * pieces * tiles,
         rows,
-        columns,
+        columns // 8,
     )
 
 
@@ -302,7 +312,6 @@ def k_grouped(tile: Tile, accumulate: bool) -> Kernel:
         ACCUMULATE=accumulate,
         BLOCK_M=BLOCK_M,
         BLOCK_N=tile.block_n,
-        BLOCK_T=tile.block_k,
         GROUP_M=tile.group_m,
         STAGES=tile.stages,
         num_warps=4,

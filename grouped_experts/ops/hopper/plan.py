@@ -1,4 +1,4 @@
-"""In which order a k-grouped kernel takes the experts, and whether its programs share the tiles out or claim them."""
+"""What a k-grouped kernel contracts, in which order, and whether its programs share the tiles out or claim them."""
 
 from __future__ import annotations
 
@@ -9,28 +9,50 @@ from torch import Tensor
 from grouped_experts.ops.portable.launch import kernel, next_power_of_2
 from grouped_experts.ops.portable.schedule import load_range
 
+MOST_PIECES = 16  # of one expert
+FEWEST_ROWS = 1024  # of a piece
+
+
+@triton.jit
+def pieces_of(rows, shares, MOST: tl.constexpr, FEWEST: tl.constexpr):
+    """In how many pieces an expert is contracted: more than one where a tile of it is more than a program's share.
+
+    shares: of a program, in one row. A hundredth more than a share is one.
+    """
+    pieces = (rows.to(tl.float32) * shares + 0.99).to(tl.int32)
+    return tl.maximum(tl.minimum(tl.minimum(pieces, rows // FEWEST), MOST), 1)
+
 
 @triton.jit
 def plan_kernel(
     starts_ptr,  # (E,)
     ends_ptr,  # (E,)
-    plan_ptr,  # (1 + E, 4)
+    plan_ptr,  # (4 + counters + 4 (E + split),)
     num_rows,
     num_experts,
     tiles,  # of each expert
     programs,
+    counters,
     BLOCK_E: tl.constexpr,
     LANES: tl.constexpr,  # 0: in the order that they have
+    MOST: tl.constexpr,  # pieces of an expert
+    FEWEST: tl.constexpr,  # rows of a piece
 ):
-    """Grid (1,). plan[0] = [0, for the tiles that are claimed; whether they are], plan[1:] = [expert, first row, rows].
+    """Grid (1,). A head, counters, which are zero, and an entry for each piece of an expert.
+
+    Head: [0, for the tiles that are claimed; whether they are; how many entries there are]. Entry: [expert, first row,
+    rows, 0 or (place of the expert's first piece, which piece, of how many) as 12, 8 and 8 bits].
 
     The experts with most rows come first, unless there are more than a thousand. Tiles are claimed one by one where one
-    of the largest expert is more than a sixteenth of what a program has to do; otherwise every program takes as many.
+    of the largest piece is more than a sixteenth of what a program has to do; otherwise every program takes as many.
     Ranges are clamped into the buffer.
     """
     e = tl.arange(0, BLOCK_E)
     start, end = load_range(starts_ptr, ends_ptr, e, num_rows, num_experts)
     rows = end - start
+    all_rows = tl.sum(rows.to(tl.int64))
+    shares = programs * 1.0 / tl.maximum(all_rows * tiles, 1).to(tl.float32)
+    pieces = pieces_of(rows, shares, MOST, FEWEST)
     before = e
     if LANES:
         before = tl.zeros((BLOCK_E,), tl.int32)
@@ -40,22 +62,50 @@ def plan_kernel(
             theirs = their_end - their_start
             more = theirs[None, :] > rows[:, None]
             as_many = (theirs[None, :] == rows[:, None]) & (other[None, :] < e[:, None])
-            before += tl.sum(((more | as_many) & (other < num_experts)[None, :]).to(tl.int32), 1)
-    largest, all_rows = tl.max(rows).to(tl.int64), tl.sum(rows.to(tl.int64))
+            first = (more | as_many) & (other < num_experts)[None, :]
+            before += tl.sum(tl.where(first, pieces_of(theirs, shares, MOST, FEWEST)[None, :], 0), 1)
+    known = e < num_experts
+    # Whole blocks of rows, but for the last.
+    piece_rows = tl.where(pieces == 1, rows, (rows // pieces + 63) // 64 * 64)
+    largest = tl.max(piece_rows).to(tl.int64)
     tl.store(plan_ptr, 0)
     tl.store(plan_ptr + 1, (16 * programs * largest > tiles * all_rows).to(tl.int32))
-    to = plan_ptr + 4 * (1 + before)
-    tl.store(to, e, mask=e < num_experts)
-    tl.store(to + 1, start, mask=e < num_experts)
-    tl.store(to + 2, rows, mask=e < num_experts)
+    tl.store(plan_ptr + 2, tl.sum(tl.where(known, pieces, 0)))
+    for i in range(tl.max(pieces)):
+        to = plan_ptr + 4 + counters + 4 * (before + i)
+        mask = known & (i < pieces)
+        tl.store(to, e, mask=mask)
+        tl.store(to + 1, start + i * piece_rows, mask=mask)
+        tl.store(to + 2, tl.where(i == pieces - 1, rows - i * piece_rows, piece_rows), mask=mask)
+        tl.store(to + 3, tl.where(pieces == 1, 0, (before << 16) + (i << 8) + pieces), mask=mask)
+    for i in range(0, counters, BLOCK_E):
+        tl.store(plan_ptr + 4 + i + e, 0, mask=i + e < counters)
 
 
-def make_plan(starts: Tensor, ends: Tensor, num_rows: int, tiles: int, programs: int) -> Tensor:
-    """(1 + E, 4) int32, for as many tiles of each expert, and programs; good for one launch."""
+def entries_of_pieces(num_experts: int, tiles: int, programs: int) -> int:
+    """How many entries the experts that are contracted in pieces can have together, whatever the rows.
+
+    They have more than the share of a program, tiles / programs of all rows, and so are fewer than programs / tiles;
+    each has one piece more, at the most, than it has shares.
+    """
+    return 2 * programs // tiles if tiles < programs and num_experts <= 1024 else 0
+
+
+def make_plan(
+    starts: Tensor, ends: Tensor, num_rows: int, tiles: int, programs: int, split: int = 0, counters: int = 0
+) -> Tensor:
+    """(4 + counters + 4 (E + split),) int32, for as many tiles of each expert, and programs; good for one launch.
+
+    split: 0, or `entries_of_pieces`.
+    """
     num_experts = starts.shape[0]
-    plan = starts.new_empty(1 + num_experts, 4)
+    plan = starts.new_empty(4 + counters + 4 * (num_experts + split))
     block = next_power_of_2(num_experts)
-    kernel(plan_kernel, BLOCK_E=block, LANES=min(32, 8192 // block) if block <= 1024 else 0).launch(
-        (1,), starts.device, starts, ends, plan, num_rows, num_experts, tiles, programs
-    )
+    kernel(
+        plan_kernel,
+        BLOCK_E=block,
+        LANES=min(32, 8192 // block) if block <= 1024 else 0,
+        MOST=MOST_PIECES if split else 1,
+        FEWEST=FEWEST_ROWS,
+    ).launch((1,), starts.device, starts, ends, plan, num_rows, num_experts, tiles, programs, counters)
     return plan
