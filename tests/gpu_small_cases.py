@@ -182,7 +182,7 @@ def main(device: str = "cuda") -> None:
     # On a Hopper GPU Gluon's kernels: wide tiles and narrow ones.
     layer(masked([130, 0, 199], 201), [130, 0, 199], 264, 136, 201, device, bias=False)
     layer(masked([130, 0, 199], 201), [130, 0, 199], 72, 40, 201, device, bias=False)
-    sums([900, 0, 1500], device)  # more tiles than programs, and one expert is large: they are claimed
+    sums([2100, 0, 900], device)  # on 132 processors one expert is in two pieces, and tiles are claimed
     there_and_back(tokens=13, hidden=33, choices=3, num_experts=4, device=device)
     if device == "cuda":
         torch.cuda.synchronize()

@@ -17,9 +17,9 @@ FEWEST_ROWS = 1024  # of a piece
 def pieces_of(rows, shares, MOST: tl.constexpr, FEWEST: tl.constexpr):
     """In how many pieces an expert is contracted: more than one where a tile of it is more than a program's share.
 
-    shares: of a program, in one row. A hundredth more than a share is one.
+    shares: of a program, in one row. Pieces cost a few percent, so up to a quarter more than a share is one.
     """
-    pieces = (rows.to(tl.float32) * shares + 0.99).to(tl.int32)
+    pieces = (rows.to(tl.float32) * shares + 0.75).to(tl.int32)
     return tl.maximum(tl.minimum(tl.minimum(pieces, rows // FEWEST), MOST), 1)
 
 
@@ -86,7 +86,7 @@ def entries_of_pieces(num_experts: int, tiles: int, programs: int) -> int:
     """How many entries the experts that are contracted in pieces can have together, whatever the rows.
 
     They have more than the share of a program, tiles / programs of all rows, and so are fewer than programs / tiles;
-    each has one piece more, at the most, than it has shares.
+    each has less than one piece more than it has shares.
     """
     return 2 * programs // tiles if tiles < programs and num_experts <= 1024 else 0
 
