@@ -287,7 +287,9 @@ def launch_k_grouped(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tens
     half = BLOCK_M // 2
     tiles = cdiv(rows, BLOCK_M) * cdiv(columns, tile.block_n)
     processors = num_processors(a.device)
-    pieces = 0 if accumulate else entries_of_pieces(num_experts, tiles, processors)
+    pieces = 0  # with tiles of 128 columns Triton 3.9 would spill
+    if not accumulate and tile.block_n == 256:
+        pieces = entries_of_pieces(num_experts, tiles, processors)
     programs = min(processors, (num_experts + pieces) * tiles)
     k_grouped(tile, accumulate).launch(
         (programs,),
