@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from grouped_experts.ops.hopper.plan import FEWEST_ROWS, MOST_PIECES, entries_of_pieces, make_plan
@@ -62,12 +62,17 @@ def test_tiles_are_claimed_where_one_is_more_than_a_sixteenth_of_a_program(large
     tiles=st.integers(1, 140),
     programs=st.integers(1, 140),
 )
+@example(counts=[16400], tiles=1, programs=20)
+@example(counts=[16800], tiles=8, programs=132)
+@example(counts=[20000] * 3 + [0, 5, 1300], tiles=33, programs=132)
+@example(counts=[9000] * 10, tiles=10, programs=132)
+@example(counts=[65536] + [516] * 127, tiles=48, programs=132)
 def test_large_experts_in_pieces(counts: list[int], tiles: int, programs: int) -> None:
-    """Every row is contracted once, in pieces of no more than a program's share where they may be as small as that."""
+    """Every row is contracted once, in pieces of about one size; experts of many shares are in pieces."""
     ends = torch.tensor(counts, device=DEVICE).cumsum(0).to(torch.int32)
     starts, num_rows = ends - torch.tensor(counts, device=DEVICE, dtype=torch.int32), sum(counts)
     split = entries_of_pieces(len(counts), tiles, programs)
-    plan = make_plan(starts, ends, num_rows, tiles, programs, split, counters=2 * split * tiles).tolist()
+    plan = make_plan(starts, ends, num_rows, tiles, programs, split).tolist()
     counters, entries = (
         plan[4 : 4 + 2 * split * tiles],
         torch.tensor(plan[4 + 2 * split * tiles :]).view(-1, 4).tolist(),
@@ -89,8 +94,34 @@ def test_large_experts_in_pieces(counts: list[int], tiles: int, programs: int) -
             assert [code for *_, code in mine] == [(mine[0][0] << 16) + (i << 8) + len(mine) for i in range(len(mine))]
             assert len(mine) <= MOST_PIECES
             assert all(rows % 64 == 0 for _, _, rows, _ in mine[:-1])
-            assert all(rows > FEWEST_ROWS // 2 for _, _, rows, _ in mine)
+            sizes = [rows for _, _, rows, _ in mine]
+            assert max(sizes) - min(sizes) <= 2 * 64
+            assert min(sizes) > FEWEST_ROWS - 2 * 64
 
 
 def order_of(counts: list[int]) -> list[int]:
     return sorted(range(len(counts)), key=lambda e: -counts[e])
+
+
+def test_an_expert_of_more_than_its_share_is_in_pieces() -> None:
+    """1.375 shares and 2.06 are two pieces, 1.03 are one."""
+    for tiles, pieces in ((48, 2), (32, 2), (64, 1)):
+        counts = [65536] + [516] * 127
+        ends = torch.tensor(counts, device=DEVICE).cumsum(0).to(torch.int32)
+        starts = ends - torch.tensor(counts, device=DEVICE, dtype=torch.int32)
+        plan = make_plan(starts, ends, sum(counts), tiles, 132, entries_of_pieces(128, tiles, 132))
+        assert int(plan[2]) == 127 + pieces
+
+
+@pytest.mark.parametrize(("tiles", "programs"), [(1, 132), (47, 132), (66, 132), (131, 132), (5, 7)])
+def test_room_for_entries_of_pieces(tiles: int, programs: int) -> None:
+    """As many experts as can have a little more than 1.25 shares, which are two pieces each."""
+    most = programs * 100 // (126 * tiles)
+    rows = 126 * tiles * 100_000 // (programs * 100)
+    rest = 100_000 - most * rows
+    counts = torch.tensor([rows] * most + ([rest] if rest else []), device=DEVICE, dtype=torch.int32) * 20
+    ends = counts.cumsum(0).to(torch.int32)
+    split = entries_of_pieces(len(counts), tiles, programs)
+    plan = make_plan(ends - counts, ends, int(counts.sum()), tiles, programs, split)
+    entries = plan[4 + 2 * split * tiles :].view(-1, 4)[: int(plan[2])]
+    assert int((entries[:, 3] > 0).sum()) <= split

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 @gluon.jit
 def announcements(LISTENERS: gl.constexpr):
-    """Two places for five numbers, used in turn, and the barriers of `announce` and `hear`."""
+    """Two places for five numbers (and padding), used in turn, and the barriers of `announce` and `hear`."""
     places = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     announced = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     heard = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())

@@ -25,7 +25,7 @@ from grouped_experts.ops.hopper.launch import descriptor, is_fast
 from grouped_experts.ops.hopper.pieces import end_piece
 from grouped_experts.ops.hopper.pipeline import advance, halves, ring
 from grouped_experts.ops.hopper.plan import entries_of_pieces, make_plan
-from grouped_experts.ops.hopper.row_blocks import begin_tile, contract_blocks
+from grouped_experts.ops.hopper.row_blocks import begin_tile, blocks_of, contract_blocks
 from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
 from grouped_experts.ops.portable.launch import Kernel, cdiv, kernel, num_processors, suits_tma
 from grouped_experts.ops.portable.m_grouped import tile_position
@@ -35,8 +35,9 @@ from grouped_experts.ops.portable.m_grouped import tile_position
 def weight_tile(
     t, plan_ptr, counters, num_m, num_n, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr
 ):  # fmt: skip
-    """Expert (-1: there are no more tiles), first row and column of its weight, rows to contract: first, how many; and,
-    of one in pieces, its tile among those of the plan's first entries, which piece, and of how many.
+    """Expert (-1: there are no more tiles), first row and column of its weight, rows to contract: first, how many; and a
+    number, 0 unless the expert is in pieces: its tile among those of the plan's entries (16 bits and more), which piece
+    (8 bits), of how many (8 bits).
     """
     tiles = num_m * num_n
     place, tile = t // tiles, t % tiles
@@ -73,7 +74,9 @@ def produce(
         turn += 1
         # Nobody waits until the number is asked for. It counts the tiles behind those that programs begin with.
         claimed = gl.atomic_add(plan_ptr + 0 * lane, gl.full_like(lane, 1), mask=(lane == 0) & claims, sem="relaxed")
-        steps = gl.maximum(gl.cdiv(rows, BLOCK_T), 1)  # no rows are a block of which none is kept
+        steps = gl.maximum(
+            rows // BLOCK_T + gl.where(rows % BLOCK_T > 0, 1, 0), 1
+        )  # no rows are a block of which none is kept
         first = gl.minimum(steps, STAGES)
         for i in range(first):
             stage, phase = load_rows(
@@ -116,7 +119,7 @@ def consume(
     a_smem, b_smem, c_smem, full, empty, masked, places, announced, heard,
     ACCUMULATE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """A fresh tile is stored at once. A sum is kept in registers until the next tile is under way, and leaves in parts.
+    """A fresh tile, or piece of one, is stored at once. A sum is kept in registers until the next tile is under way, and leaves in parts.
 
     All at once, by all processors, the additions would hold up what they load.
     """
@@ -125,7 +128,7 @@ def consume(
     PARTS: gl.constexpr = c_smem.shape[0] // 2
     WIDTH: gl.constexpr = BLOCK_N // PARTS
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
-    UNDER_WAY: gl.constexpr = 3 if half else 1  # steps; not both consumers write to shared memory at a time
+    UNDER_WAY: gl.constexpr = 3 if half else 1  # steps; so that both consumers seldom write to shared memory at a time
     stage = 0
     phase = 0
     tail_phase = 0
@@ -137,7 +140,7 @@ def consume(
     kept = gl.zeros((HALF, BLOCK_N), gl.float32, ACC)
     while e >= 0:
         turn += 1
-        steps = gl.maximum(gl.cdiv(rows, BLOCK_T), 1)
+        steps = blocks_of(rows, BLOCK_T)
         acc, done, step, stage, phase, tail_phase = begin_tile(
             half, rows, stage, phase, tail_phase, a_smem, b_smem, full, empty, masked, BLOCK_N, STAGES
         )
@@ -299,7 +302,7 @@ def launch_k_grouped(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tens
         descriptor(c, c.shape, c.stride(), (1, half, tile.block_n // 4 if accumulate else tile.block_n)),
         c if pieces else None,
         a.new_empty(pieces * tiles * BLOCK_M * tile.block_n, dtype=torch.float32) if pieces else None,
-        make_plan(starts, ends, a.shape[0], tiles, programs, pieces, 2 * pieces * tiles),
+        make_plan(starts, ends, a.shape[0], tiles, programs, pieces),
         2 * tiles,
         2 * pieces * tiles,
         rows,

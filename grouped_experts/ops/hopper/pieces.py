@@ -50,6 +50,6 @@ def finish_pieces(
             for i in range(pieces):
                 at = ((first + i * blocks) * HALF + row)[:, None] * BLOCK_N + column[None, :]
                 total += gl.load(partials_ptr + at, cache_modifier=".cg")  # past the L1 cache: others wrote it
-            m, n = m0 + row, n0 + column
+            m, n = m0 + row, n0 // BLOCK_N * BLOCK_N + column  # n0 is a multiple, which the compiler does not know
             inside = (m < M)[:, None] & (n < N)[None, :]
             gl.store(c_ptr + (m[:, None] * N + n[None, :]), total.to(c_ptr.dtype.element_ty), mask=inside)

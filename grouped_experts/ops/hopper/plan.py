@@ -15,11 +15,11 @@ FEWEST_ROWS = 1024  # of a piece
 
 @triton.jit
 def pieces_of(rows, shares, MOST: tl.constexpr, FEWEST: tl.constexpr):
-    """In how many pieces an expert is contracted: more than one where a tile of it is more than a program's share.
+    """In how many pieces an expert is contracted, by how many times a program's share a tile of it is.
 
-    shares: of a program, in one row. Pieces cost a few percent, so up to a quarter more than a share is one.
+    shares: of a program, in one row. Pieces cost a few percent, so n + 1/4 shares, not n, are n + 1 pieces.
     """
-    pieces = (rows.to(tl.float32) * shares + 0.75).to(tl.int32)
+    pieces = tl.fma(rows.to(tl.float32), shares, 0.75).to(tl.int32)  # computed twice, and must round alike
     return tl.maximum(tl.minimum(tl.minimum(pieces, rows // FEWEST), MOST), 1)
 
 
@@ -65,9 +65,9 @@ def plan_kernel(
             first = (more | as_many) & (other < num_experts)[None, :]
             before += tl.sum(tl.where(first, pieces_of(theirs, shares, MOST, FEWEST)[None, :], 0), 1)
     known = e < num_experts
-    # Whole blocks of rows, but for the last.
-    piece_rows = tl.where(pieces == 1, rows, (rows // pieces + 63) // 64 * 64)
-    largest = tl.max(piece_rows).to(tl.int64)
+    blocks = rows // 64 + (rows % 64 > 0).to(tl.int32)
+    quotient, remainder = blocks // pieces, blocks % pieces  # the first pieces have a block more
+    largest = tl.max(tl.where(pieces == 1, rows, 64 * (quotient + 1))).to(tl.int64)
     tl.store(plan_ptr, 0)
     tl.store(plan_ptr + 1, (16 * programs * largest > tiles * all_rows).to(tl.int32))
     tl.store(plan_ptr + 2, tl.sum(tl.where(known, pieces, 0)))
@@ -75,11 +75,14 @@ def plan_kernel(
         to = plan_ptr + 4 + counters + 4 * (before + i)
         mask = known & (i < pieces)
         tl.store(to, e, mask=mask)
-        tl.store(to + 1, start + i * piece_rows, mask=mask)
-        tl.store(to + 2, tl.where(i == pieces - 1, rows - i * piece_rows, piece_rows), mask=mask)
+        first = tl.minimum(64 * (i * quotient + tl.minimum(i, remainder)), rows)
+        last = tl.where(i == pieces - 1, rows, 64 * ((i + 1) * quotient + tl.minimum(i + 1, remainder)))
+        tl.store(to + 1, start + first, mask=mask)
+        tl.store(to + 2, last - first, mask=mask)
         tl.store(to + 3, tl.where(pieces == 1, 0, (before << 16) + (i << 8) + pieces), mask=mask)
-    for i in range(0, counters, BLOCK_E):
-        tl.store(plan_ptr + 4 + i + e, 0, mask=i + e < counters)
+    for i in range(0, counters, 512):
+        counter = i + tl.arange(0, 512)
+        tl.store(plan_ptr + 4 + counter, 0, mask=counter < counters)
 
 
 def entries_of_pieces(num_experts: int, tiles: int, programs: int) -> int:
@@ -91,13 +94,12 @@ def entries_of_pieces(num_experts: int, tiles: int, programs: int) -> int:
     return 2 * programs // tiles if tiles < programs and num_experts <= 1024 else 0
 
 
-def make_plan(
-    starts: Tensor, ends: Tensor, num_rows: int, tiles: int, programs: int, split: int = 0, counters: int = 0
-) -> Tensor:
+def make_plan(starts: Tensor, ends: Tensor, num_rows: int, tiles: int, programs: int, split: int = 0) -> Tensor:
     """(4 + counters + 4 (E + split),) int32, for as many tiles of each expert, and programs; good for one launch.
 
-    split: 0, or `entries_of_pieces`.
+    split: 0, or `entries_of_pieces`; each half of each of their tiles has a counter.
     """
+    counters = 2 * split * tiles
     num_experts = starts.shape[0]
     plan = starts.new_empty(4 + counters + 4 * (num_experts + split))
     block = next_power_of_2(num_experts)

@@ -15,6 +15,12 @@ from grouped_experts.ops.hopper.pipeline import advance, row_pieces
 
 
 @gluon.jit
+def blocks_of(rows, BLOCK_T: gl.constexpr):
+    """How many blocks they fill; no rows are a block of which none is kept. gl.cdiv would overflow near 2**31."""
+    return gl.maximum(rows // BLOCK_T + gl.where(rows % BLOCK_T > 0, 1, 0), 1)
+
+
+@gluon.jit
 def begin_tile(
     half: gl.constexpr, rows, stage, phase, tail_phase, a_smem, b_smem, full, empty, masked,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr
