@@ -35,9 +35,9 @@ from grouped_experts.ops.portable.m_grouped import tile_position
 def weight_tile(
     t, plan_ptr, counters, num_m, num_n, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr
 ):  # fmt: skip
-    """Expert (-1: there are no more tiles), first row and column of its weight, rows to contract: first, how many; and a
-    number, 0 unless the expert is in pieces: its tile among those of the plan's entries (16 bits and more), which piece
-    (8 bits), of how many (8 bits).
+    """Expert (-1: there are no more tiles), first row and column of its weight, rows: first, how many; piece.
+
+    piece: 0, or of an expert in pieces its tile among those of the plan's entries, which piece (8 bits), of how many.
     """
     tiles = num_m * num_n
     place, tile = t // tiles, t % tiles
@@ -119,7 +119,7 @@ def consume(
     a_smem, b_smem, c_smem, full, empty, masked, places, announced, heard,
     ACCUMULATE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """A fresh tile, or piece of one, is stored at once. A sum is kept in registers until the next tile is under way, and leaves in parts.
+    """A fresh tile, or piece of one, is stored. A sum is kept until the next tile is under way, and leaves in parts.
 
     All at once, by all processors, the additions would hold up what they load.
     """
