@@ -143,8 +143,9 @@ def launch_hopper(dtype: torch.dtype) -> None:
         hopper.m_grouped_gemm(dy, w2, ends, ends, None, None, False, tiles)
         for activation in ACTIVATIONS:
             weight = w1 if ACTIVATIONS[activation].gated else w1[:, :inner]
-            for scale in (None, probs) if activation == "swiglu" else (probs,):
-                hopper.fc1_activation(x, weight, ends, ends, None, scale, activation, tiles)
+            fc1_bias = weight[:, :, 0].contiguous()
+            for scale, added in ((None, None), (probs, None), (probs, fc1_bias)):
+                hopper.fc1_activation(x, weight, ends, ends, added, scale, activation, tiles)
             h = torch.empty(rows, weight.shape[1], dtype=dtype)
             hopper.fc2_dgrad_activation(dy, w2, h, ends, ends, probs, None, activation, True, True, tiles)
         gated = torch.empty(rows, 2 * inner, dtype=dtype)

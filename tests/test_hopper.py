@@ -268,20 +268,25 @@ def test_bias_and_scale() -> None:
     close(m_grouped_gemm(x, w, LAYOUT.rows("cuda"), bias, bias_scale=scale), exact)
 
 
+@pytest.mark.parametrize("biased", [False, True], ids=["no-bias", "bias"])
 @pytest.mark.parametrize("scaled", [False, True], ids=["no-probs", "probs"])
 @pytest.mark.parametrize("inner", [40, 136, 264])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activation(activation: str, inner: int, scaled: bool, paths: list[str]) -> None:
+def test_activation(activation: str, inner: int, scaled: bool, biased: bool, paths: list[str]) -> None:
     """Like the portable kernels, which round h, and a of the rounded h, as these do."""
     rows = LAYOUT.rows("cuda")
     x, probs = random_rows(200), random_rows(1, dtype=torch.float32)[:, 0].abs() if scaled else None
     w = randn(E, inner if activation == "squared_relu" else 2 * inner, 200) * 200**-0.5
-    h, a = fc1_activation(x, w, rows, probs, activation=activation)
+    bias = randn(*w.shape[:2]) if biased else None
+    h, a = fc1_activation(x, w, rows, probs, bias, activation=activation)
     assert paths[-1] == "fc1_activation: Gluon"
     with use_family("portable"):
-        h_portable, a_portable = fc1_activation(x, w, rows, probs, activation=activation)
+        h_portable, a_portable = fc1_activation(x, w, rows, probs, bias, activation=activation)
     owned = torch.cat([torch.arange(*bounds, device="cuda") for bounds in LAYOUT.bounds])
-    exact_h = product(x, w.mT)[owned]
+    exact_h = product(x, w.mT)
+    for e, (start, end) in enumerate(LAYOUT.bounds):
+        exact_h[start:end] += 0 if bias is None else bias[e].double()
+    exact_h = exact_h[owned]
     close(h[owned], exact_h)
     close(h_portable[owned], exact_h)
     same = (h == h_portable)[owned].all(1)  # a depends on how h is rounded

@@ -17,8 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from grouped_experts.activations import ACTIVATIONS
 from grouped_experts.ops import portable
+from grouped_experts.ops.hopper.descriptors import operand_descriptors
 from grouped_experts.ops.hopper.epilogues import load_rows, part_at, store_part
-from grouped_experts.ops.hopper.launch import is_fast, operand_descriptors
+from grouped_experts.ops.hopper.launch import is_fast
 from grouped_experts.ops.hopper.m_grouped import multiply, produce, row_tile
 from grouped_experts.ops.hopper.pipeline import ring, row_pieces
 from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
@@ -31,31 +32,21 @@ from grouped_experts.ops.portable.schedule import schedule_of
 @gluon.jit
 def consume(
     half: gl.constexpr, tiles_ptr, N, K, x_smem, w_smem, da_smem, full, empty, handed, taken,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """da of each tile, to the warpgroup that finishes it."""
-    HALF: gl.constexpr = x_smem.shape[1]
-    num_m = gl.load(tiles_ptr)
-    num_n = gl.cdiv(N, BLOCK_N)
-    total = num_m * num_n
-    programs = gl.num_programs(0)
+    total = gl.load(tiles_ptr) * gl.cdiv(N, BLOCK_N)
     stage = 0
     phase = 0
     turn = 1
-    _expert, m0, end, _i_n, steps = row_tile(gl.program_id(0), total, tiles_ptr, num_m, num_n, K, GROUP_M, BLOCK_K)
-    for t in range(gl.program_id(0), total, programs):
-        _expert, m0_next, end_next, _i_n, steps_next = row_tile(
-            t + programs, total, tiles_ptr, num_m, num_n, K, GROUP_M, BLOCK_K
-        )
-        live = gl.where(m0 + half * HALF < end, steps, 0)
+    for _t in range(gl.program_id(0), total, gl.num_programs(0)):
         acc, stage, phase = multiply(
-            half, live, steps, stage, phase, x_smem, w_smem, full, empty, False, BLOCK_N, BLOCK_K, STAGES
+            half, gl.cdiv(K, BLOCK_K), stage, phase, x_smem, w_smem, full, empty, False, BLOCK_N, BLOCK_K, STAGES
         )
         mbarrier.wait(taken.index(half), turn)
         da_smem.index(half).store(acc)
         mbarrier.arrive(handed.index(half), count=1)
         turn ^= 1
-        m0, end, steps = m0_next, end_next, steps_next
 
 
 @gluon.jit
@@ -179,7 +170,7 @@ def fc2_dgrad_kernel(
     STAGES: gl.constexpr,
 ):
     """Grid (programs,), persistent, four warps."""
-    HALF: gl.constexpr = dy_desc.block_type.shape[0]
+    HALF: gl.constexpr = dy_desc.block_type.shape[2]
     N = 8 * eighths_of_N
     x_smem, w_smem, full, empty = ring(dy_desc, w_desc, STAGES)
     # Eight bytes of four rows, as wgmma has them, meet no bank twice.
@@ -193,9 +184,9 @@ def fc2_dgrad_kernel(
     gl.warp_specialize(
         [
             (consume, (0, tiles_ptr, N, K, x_smem, w_smem, da_smem, full, empty, handed, taken,
-                BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+                BLOCK_N, BLOCK_K, STAGES)),
             (consume, (1, tiles_ptr, N, K, x_smem, w_smem, da_smem, full, empty, handed, taken,
-                BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+                BLOCK_N, BLOCK_K, STAGES)),
             (finish, (dh_ptr, a_ptr, h_ptr, probs_ptr, partials_ptr, tiles_ptr, num_rows, N, K, da_smem, handed, taken,
                 ACT, GATED, ROWS, BLOCK_N, BLOCK_K, GROUP_M)),
             (produce, (dy_desc, w_desc, tiles_ptr, N, K, x_smem, w_smem, full, empty, 0, False,

@@ -21,7 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from grouped_experts.ops import portable
 from grouped_experts.ops.hopper.announcements import announce, announcements, hear
 from grouped_experts.ops.hopper.compat import async_add, async_load, async_store
-from grouped_experts.ops.hopper.launch import descriptor, is_fast
+from grouped_experts.ops.hopper.descriptors import descriptor, ragged_descriptor, rows_at
+from grouped_experts.ops.hopper.launch import is_fast
 from grouped_experts.ops.hopper.pieces import end_piece
 from grouped_experts.ops.hopper.pipeline import advance, halves, ring
 from grouped_experts.ops.hopper.plan import entries_of_pieces, make_plan
@@ -59,7 +60,7 @@ def produce(
 
     Unlike m_grouped.py's producer it may carry what it loaded to the next turn, since its loop stores.
     """
-    BLOCK_T: gl.constexpr = a_desc.block_type.shape[0]
+    BLOCK_T: gl.constexpr = a_desc.block_type.shape[2]
     num_m = gl.cdiv(M, BLOCK_M)
     num_n = gl.cdiv(8 * eighths_of_N, BLOCK_N)
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -74,13 +75,11 @@ def produce(
         turn += 1
         # Nobody waits until the number is asked for. It counts the tiles behind those that programs begin with.
         claimed = gl.atomic_add(plan_ptr + 0 * lane, gl.full_like(lane, 1), mask=(lane == 0) & claims, sem="relaxed")
-        steps = gl.maximum(
-            rows // BLOCK_T + gl.where(rows % BLOCK_T > 0, 1, 0), 1
-        )  # no rows are a block of which none is kept
+        steps = blocks_of(rows, BLOCK_T)
         first = gl.minimum(steps, STAGES)
         for i in range(first):
             stage, phase = load_rows(
-                i, steps, start, rows, m0, n0, stage, phase, a_desc, b_desc, a_smem, b_smem, full, empty, STAGES
+                i, start, rows, m0, n0, stage, phase, a_desc, b_desc, a_smem, b_smem, full, empty, STAGES
             )
         t = gl.where(claims, gl.sum(gl.where(lane == 0, claimed, 0), 0), t) + gl.num_programs(0)
         e_next, m0_next, n0_next, start_next, rows_next, piece_next = weight_tile(
@@ -88,27 +87,24 @@ def produce(
         )
         for i in range(first, steps):
             stage, phase = load_rows(
-                i, steps, start, rows, m0, n0, stage, phase, a_desc, b_desc, a_smem, b_smem, full, empty, STAGES
+                i, start, rows, m0, n0, stage, phase, a_desc, b_desc, a_smem, b_smem, full, empty, STAGES
             )
         e, m0, n0, start, rows, piece = e_next, m0_next, n0_next, start_next, rows_next, piece_next
         announce(turn, e, m0, n0, rows, piece, places, announced, heard)
 
 
 @gluon.jit
-def load_rows(
-    i, steps, start, rows, m0, n0, stage, phase, a_desc, b_desc, a_smem, b_smem, full, empty, STAGES: gl.constexpr
-):
-    """Block i of a tile's rows; the last one, if it is not full, comes second."""
-    HALF: gl.constexpr = a_desc.block_type.shape[1]
-    BLOCK_T: gl.constexpr = a_desc.block_type.shape[0]
-    later = gl.where(i == 1, steps - 1, i - 1)
-    t0 = start + gl.where((rows % BLOCK_T > 0) & (i > 0), later, i) * BLOCK_T
+def load_rows(i, start, rows, m0, n0, stage, phase, a_desc, b_desc, a_smem, b_smem, full, empty, STAGES: gl.constexpr):
+    """Block i of a tile's rows."""
+    BLOCK_T: gl.constexpr = a_desc.block_type.shape[2]
+    HALF: gl.constexpr = a_desc.block_type.shape[3]
+    wrap, until, row = rows_at(start + i * BLOCK_T, start + rows)
     bar = full.index(stage)
     mbarrier.wait(empty.index(stage), phase)
     mbarrier.expect(bar, 2 * a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-    async_load(a_desc, [t0, m0], bar, a_smem.index(2 * stage))
-    async_load(a_desc, [t0, m0 + HALF], bar, a_smem.index(2 * stage + 1))
-    async_load(b_desc, [t0, n0], bar, b_smem.index(stage))
+    for half in gl.static_range(2):
+        async_load(a_desc, [wrap, until, row, m0 + half * HALF], bar, a_smem.index(2 * stage + half))
+    async_load(b_desc, [wrap, until, row, n0], bar, b_smem.index(stage))
     return advance(stage, phase, STAGES)
 
 
@@ -116,22 +112,21 @@ def load_rows(
 def consume(
     half: gl.constexpr,
     c_desc, c_ptr, partials_ptr, plan_ptr, halves_of_tiles, M, eighths_of_N,
-    a_smem, b_smem, c_smem, full, empty, masked, places, announced, heard,
+    a_smem, b_smem, c_smem, full, empty, places, announced, heard,
     ACCUMULATE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """A fresh tile, or piece of one, is stored. A sum is kept until the next tile is under way, and leaves in parts.
 
     All at once, by all processors, the additions would hold up what they load.
     """
-    BLOCK_T: gl.constexpr = a_smem.shape[1]
-    HALF: gl.constexpr = a_smem.shape[2]
+    BLOCK_T: gl.constexpr = a_smem.shape[3]
+    HALF: gl.constexpr = a_smem.shape[4]
     PARTS: gl.constexpr = c_smem.shape[0] // 2
     WIDTH: gl.constexpr = BLOCK_N // PARTS
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     UNDER_WAY: gl.constexpr = 3 if half else 1  # steps; so that both consumers seldom write to shared memory at a time
     stage = 0
     phase = 0
-    tail_phase = 0
     turn = gl.to_tensor(0)
     e, m0, n0, rows, piece = hear(turn, places, announced, heard)
     # Not to begin with e, m0, n0: what follows one turn behind another value, Triton 3.6 takes for that value, if both
@@ -141,15 +136,13 @@ def consume(
     while e >= 0:
         turn += 1
         steps = blocks_of(rows, BLOCK_T)
-        acc, done, step, stage, phase, tail_phase = begin_tile(
-            half, rows, stage, phase, tail_phase, a_smem, b_smem, full, empty, masked, BLOCK_N, STAGES
-        )
+        acc, done, stage, phase = begin_tile(half, stage, phase, a_smem, b_smem, full, empty, BLOCK_N, STAGES)
+        step = 1
         if ACCUMULATE:
-            first = gl.minimum(gl.maximum(step, UNDER_WAY), steps)
+            step = gl.minimum(UNDER_WAY, steps)
             acc, done, stage, phase = contract_blocks(
-                half, step, first, acc, done, stage, phase, a_smem, b_smem, full, empty, STAGES
+                half, 1, step, acc, done, stage, phase, a_smem, b_smem, full, empty, STAGES
             )
-            step = first
             hold_parts(half, kept, c_smem)
         for i in gl.static_range(PARTS):
             if ACCUMULATE:
@@ -243,23 +236,21 @@ def k_grouped_kernel(
     PARTS: gl.constexpr = BLOCK_N // c_desc.block_type.shape[2]
     a_smem, b_smem, full, empty = ring(a_desc, b_desc, STAGES)
     c_smem = gl.allocate_shared_memory(c_desc.dtype, [2 * PARTS] + c_desc.block_type.shape, c_desc.layout)
-    masked = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     places, announced, heard = announcements(2)
-    mbarrier.init(masked, count=2)
     fence_async_shared()
     gl.warp_specialize(
         [
             (consume, (0, c_desc, c_ptr, partials_ptr, plan_ptr, halves_of_tiles, M, eighths_of_N,
-                a_smem, b_smem, c_smem, full, empty, masked, places, announced, heard,
+                a_smem, b_smem, c_smem, full, empty, places, announced, heard,
                 ACCUMULATE, BLOCK_M, BLOCK_N, STAGES)),
             (consume, (1, c_desc, c_ptr, partials_ptr, plan_ptr, halves_of_tiles, M, eighths_of_N,
-                a_smem, b_smem, c_smem, full, empty, masked, places, announced, heard,
+                a_smem, b_smem, c_smem, full, empty, places, announced, heard,
                 ACCUMULATE, BLOCK_M, BLOCK_N, STAGES)),
             (produce, (a_desc, b_desc, a_smem, b_smem, full, empty, places, announced, heard, plan_ptr, counters,
                 M, eighths_of_N, BLOCK_M, BLOCK_N, GROUP_M, STAGES)),
         ],
         [4, 1],
-        [240, 24],
+        [232, 40],
     )  # fmt: skip
 
 
@@ -275,7 +266,7 @@ def k_grouped_gemm(a: Tensor, b: Tensor, starts: Tensor, ends: Tensor, out_dtype
 
 def k_grouped_gemm_accumulate(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tensor) -> None:
     but = None
-    if a.shape[0] < 768 * c.shape[0]:  # on an H200 Gluon is ahead at 1024 rows an expert, not at 512
+    if a.shape[0] < 640 * c.shape[0]:  # on an H200 Gluon is ahead at 655 rows an expert, not at 512
         but = "additions outlast the products of so few rows"
     elif c.dtype != torch.float32 or not suits_tma(c):
         but = f"TMA cannot add to {c.dtype} with strides {c.stride()}, or its first element is not aligned to 16 bytes"
@@ -291,14 +282,14 @@ def launch_k_grouped(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tens
     tiles = cdiv(rows, BLOCK_M) * cdiv(columns, tile.block_n)
     processors = num_processors(a.device)
     pieces = 0  # with tiles of 128 columns Triton 3.9 would spill
-    if not accumulate and tile.block_n == 256:
+    if not accumulate:
         pieces = entries_of_pieces(num_experts, tiles, processors)
     programs = min(processors, (num_experts + pieces) * tiles)
     k_grouped(tile, accumulate).launch(
         (programs,),
         a.device,
-        descriptor(a, (a.shape[0], rows), (a.stride(0), 1), (tile.block_k, half)),
-        descriptor(b, (b.shape[0], columns), (b.stride(0), 1), (tile.block_k, tile.block_n)),
+        ragged_descriptor(a, (rows,), (a.stride(0), 1), (tile.block_k, half)),
+        ragged_descriptor(b, (columns,), (b.stride(0), 1), (tile.block_k, tile.block_n)),
         descriptor(c, c.shape, c.stride(), (1, half, tile.block_n // 4 if accumulate else tile.block_n)),
         c if pieces else None,
         a.new_empty(pieces * tiles * BLOCK_M * tile.block_n, dtype=torch.float32) if pieces else None,

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from grouped_experts.ops.hopper.compat import async_load
+from grouped_experts.ops.hopper.descriptors import rows_at
 from grouped_experts.ops.hopper.pipeline import advance, ring
 from grouped_experts.ops.portable.m_grouped import tile_position
 
@@ -35,7 +36,7 @@ def produce(
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """Every stage of the ring gets the rows of both consumers and the block of weight that they share."""
-    HALF: gl.constexpr = x_desc.block_type.shape[0]
+    HALF: gl.constexpr = x_desc.block_type.shape[2]
     num_m = gl.load(tiles_ptr + GAPS)
     num_n = gl.cdiv(N, BLOCK_N)
     total = num_m * num_n
@@ -51,8 +52,9 @@ def produce(
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(bar, 2 * x_desc.block_type.nbytes + w_desc.block_type.nbytes)
-            async_load(x_desc, [m0, k0], bar, x_smem.index(2 * stage))
-            async_load(x_desc, [m0 + HALF, k0], bar, x_smem.index(2 * stage + 1))
+            for half in gl.static_range(2):
+                wrap, until, row = rows_at(m0 + half * HALF, end)
+                async_load(x_desc, [wrap, until, row, k0], bar, x_smem.index(2 * stage + half))
             if TRANSPOSE_W:
                 async_load(w_desc, [e, 0, i_n * BLOCK_N, k0], bar, w_smem.index(stage))
             else:
@@ -62,47 +64,43 @@ def produce(
 
 @gluon.jit
 def multiply(
-    half: gl.constexpr, live, steps, stage, phase, x_smem, w_smem, full, empty,
+    half: gl.constexpr, steps, stage, phase, x_smem, w_smem, full, empty,
     TRANSPOSE_W: gl.constexpr, WIDTH: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """The product of one consumer's rows with the block of weight, and where the ring stands behind the tile.
 
-    live: all steps, or none, where this half has no rows.
+    A consumer without rows contracts zeros: processors that share what they load should stay in step.
     """
-    HALF: gl.constexpr = x_smem.shape[1]
+    HALF: gl.constexpr = x_smem.shape[3]
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
     acc = gl.zeros((HALF, WIDTH), gl.float32, ACC)
     before = 0
-    for i in range(live):
+    for i in range(steps):
         mbarrier.wait(full.index(stage), phase)
         if TRANSPOSE_W:
             w = w_smem.index(stage).reshape([WIDTH, BLOCK_K]).permute((1, 0))
         else:
             w = w_smem.index(stage).reshape([BLOCK_K, WIDTH])
-        acc = warpgroup_mma(x_smem.index(2 * stage + half), w, acc, is_async=True)
+        acc = warpgroup_mma(x_smem.index(2 * stage + half).reshape([HALF, BLOCK_K]), w, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
         mbarrier.arrive(empty.index(before), count=1, pred=i > 0)
         before = stage
         stage, phase = advance(stage, phase, STAGES)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index(before), count=1, pred=live > 0)
-    for i in range(steps - live):  # the tensor cores are the other consumer's
-        mbarrier.wait(full.index(stage), phase)
-        mbarrier.arrive(empty.index(stage), count=1)
-        stage, phase = advance(stage, phase, STAGES)
+    mbarrier.arrive(empty.index(before), count=1, pred=steps > 0)
     return acc, stage, phase
 
 
 @gluon.jit
 def consume(
     half: gl.constexpr,
-    y_desc, a_desc, h_desc, y_ptr, a_ptr, h_ptr, bias_ptr, probs_ptr, tiles_ptr,
+    y_desc, a_desc, h_desc, bias_ptr, probs_ptr, tiles_ptr,
     N, K, x_smem, w_smem, out_smem, full, empty,
     EPILOGUE: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr, BUFFERS: gl.constexpr,
     GAPS: gl.constexpr, TRANSPOSE_W: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    HALF: gl.constexpr = x_smem.shape[1]
+    HALF: gl.constexpr = x_smem.shape[3]
     WIDTH: gl.constexpr = w_smem.shape[2] * BLOCK_N  # gate and up side by side
     num_m = gl.load(tiles_ptr + GAPS)
     num_n = gl.cdiv(N, BLOCK_N)
@@ -116,12 +114,11 @@ def consume(
             t + programs, total, tiles_ptr, num_m, num_n, K, GROUP_M, BLOCK_K
         )
         m0 += half * HALF
-        live = gl.where(m0 < end, steps, 0)
         acc, stage, phase = multiply(
-            half, live, steps, stage, phase, x_smem, w_smem, full, empty, TRANSPOSE_W, WIDTH, BLOCK_K, STAGES
+            half, steps, stage, phase, x_smem, w_smem, full, empty, TRANSPOSE_W, WIDTH, BLOCK_K, STAGES
         )
         EPILOGUE(
-            half, acc, expert, m0, end, i_n * BLOCK_N, y_desc, a_desc, h_desc, y_ptr, a_ptr, h_ptr, bias_ptr, probs_ptr,
+            half, acc, expert, m0, end, i_n * BLOCK_N, y_desc, a_desc, h_desc, bias_ptr, probs_ptr,
             N, out_smem, ACT, GATED, BUFFERS
         )  # fmt: skip
         expert, m0, end, i_n, steps = expert_next, m0_next, end_next, i_n_next, steps_next
@@ -136,9 +133,6 @@ def m_grouped_kernel(
     y_desc,  # the epilogue's, from here to probs_ptr: see there. What leaves by TMA has blocks (HALF, 1, columns)
     a_desc,
     h_desc,
-    y_ptr,
-    a_ptr,
-    h_ptr,
     bias_ptr,
     probs_ptr,
     tiles_ptr,  # (1 + tiles, 4), tiles of 2 HALF rows
@@ -164,10 +158,10 @@ def m_grouped_kernel(
         out_smem = gl.allocate_shared_memory(a_desc.dtype, [2 * BUFFERS] + a_desc.block_type.shape, a_desc.layout)
     gl.warp_specialize(
         [
-            (consume, (0, y_desc, a_desc, h_desc, y_ptr, a_ptr, h_ptr, bias_ptr, probs_ptr, tiles_ptr,
+            (consume, (0, y_desc, a_desc, h_desc, bias_ptr, probs_ptr, tiles_ptr,
                 N, K, x_smem, w_smem, out_smem, full, empty, EPILOGUE, ACT, GATED, BUFFERS, GAPS, TRANSPOSE_W,
                 BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
-            (consume, (1, y_desc, a_desc, h_desc, y_ptr, a_ptr, h_ptr, bias_ptr, probs_ptr, tiles_ptr,
+            (consume, (1, y_desc, a_desc, h_desc, bias_ptr, probs_ptr, tiles_ptr,
                 N, K, x_smem, w_smem, out_smem, full, empty, EPILOGUE, ACT, GATED, BUFFERS, GAPS, TRANSPOSE_W,
                 BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
             (produce, (x_desc, w_desc, tiles_ptr, N, K, x_smem, w_smem, full, empty, GAPS, TRANSPOSE_W,

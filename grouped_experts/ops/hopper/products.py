@@ -9,7 +9,8 @@ from torch import Tensor
 from grouped_experts.activations import ACTIVATIONS
 from grouped_experts.ops import portable
 from grouped_experts.ops.hopper import epilogues
-from grouped_experts.ops.hopper.launch import descriptor, is_fast, operand_descriptors
+from grouped_experts.ops.hopper.descriptors import operand_descriptors, ragged_descriptor
+from grouped_experts.ops.hopper.launch import is_fast
 from grouped_experts.ops.hopper.m_grouped import m_grouped_kernel
 from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
 from grouped_experts.ops.portable.activations import VALUES
@@ -34,25 +35,21 @@ def launch_m_grouped(
     probs: Tensor | None = None,
 ) -> None:
     """parts: 2 for gate and up side by side, `columns` of each; h has as many."""
-    num_rows, depth = x.shape
     # Of an accumulator with an activation each half leaves by itself: gate and up, or left and right.
     block = (BLOCK_M // 2, 1, tile.block_n if h is None else tile.block_n * parts // 2)
-    rows, row_strides = (num_rows, 1, columns), (columns, columns, 1)
+    row, row_strides = (1, columns), (columns, columns, 1)
     made.launch(
         (min(num_processors(x.device), (tiles.shape[0] - 1) * cdiv(columns, tile.block_n)),),
         x.device,
         *operand_descriptors(x, w, columns, tile, transpose_w, parts),
-        None if y is None else descriptor(y, rows, row_strides, block),
-        None if a is None else descriptor(a, rows, row_strides, block),
-        None if h is None else descriptor(h, (num_rows, parts, columns), (parts * columns, columns, 1), block),
-        y,
-        a,
-        h,
+        None if y is None else ragged_descriptor(y, row, row_strides, block),
+        None if a is None else ragged_descriptor(a, row, row_strides, block),
+        None if h is None else ragged_descriptor(h, (parts, columns), (parts * columns, columns, 1), block),
         bias,
         probs,
         tiles,
         columns,
-        depth,
+        x.shape[1],
     )
 
 
@@ -117,12 +114,23 @@ def fc1_activation(
 ) -> tuple[Tensor, Tensor]:
     parts = 2 if ACTIVATIONS[activation].gated else 1
     columns = fc1_weight.shape[1] // parts
-    but = None if fc1_bias is None else "with a bias, gate and up together need more registers than there are"
-    if not is_fast("fc1_activation", x.shape[0], fc1_weight.shape[0], columns, x, fc1_weight, but=but):
+    if not is_fast("fc1_activation", x.shape[0], fc1_weight.shape[0], columns, x, fc1_weight):
         return portable.fc1_activation(x, fc1_weight, starts, ends, fc1_bias, probs, activation, tiles)
     h, a = x.new_empty(x.shape[0], fc1_weight.shape[1]), x.new_empty(x.shape[0], columns)
     tile = choose_tile("gated" if parts == 2 else "ungated", columns)
     made = m_grouped(tile, True, activation)
     schedule = schedule_of(tiles, starts, ends, x.shape[0])
-    launch_m_grouped(x, fc1_weight, schedule, tile, columns, made, parts=parts, a=a, h=h, probs=contiguous(probs))
+    launch_m_grouped(
+        x,
+        fc1_weight,
+        schedule,
+        tile,
+        columns,
+        made,
+        parts=parts,
+        a=a,
+        h=h,
+        bias=contiguous(fc1_bias),
+        probs=contiguous(probs),
+    )
     return h, a

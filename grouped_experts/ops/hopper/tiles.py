@@ -24,9 +24,9 @@ BLOCK_M = 128
 ANY = sys.maxsize
 # By product: up to how many columns of the output (of each part, with a gate), and the tile.
 TILES = {
-    "product": ((128, Tile(128, stages=4, group_m=4)), (ANY, Tile(256, group_m=4))),
+    "product": ((128, Tile(128, stages=4, group_m=4)), (4096, Tile(256, group_m=4)), (ANY, Tile(256))),
     "gated": ((64, Tile(64, stages=4, group_m=4)), (ANY, Tile(128, group_m=4))),
-    "ungated": ((ANY, Tile(128, stages=4)),),  # with 256 columns Triton 3.9 spills
+    "ungated": ((128, Tile(128, stages=4)), (ANY, Tile(256, group_m=4))),
     "wgrad": ((128, Tile(128, stages=4)), (ANY, Tile(256))),
     # A tile in fp32, 64 KiB, stands in shared memory while the next is contracted.
     "dgrad": ((256, Tile(128, stages=5, group_m=4)), (ANY, Tile(128, stages=4, group_m=4))),
