@@ -110,10 +110,14 @@ def load_rows(ptr, m0, end, like):
 
 @gluon.jit
 def load_bias(bias_ptr, row, n0, N, like):
-    """Columns n0.. of a row of the bias, laid out as those of `like`; zero for row -1, which is of no expert."""
-    n = n0 + gl.arange(0, like.shape[1], gl.SliceLayout(0, like.type.layout))
+    """Columns n0.. of a row of the bias, laid out as those of `like`; zero for row -1, which is of no expert.
+
+    Each is loaded by one thread: the addresses of all that a thread needs would not fit its registers.
+    """
+    n = n0 + gl.arange(0, like.shape[1], gl.BlockedLayout([1], [32], [4], [0]))
     at = bias_ptr + gl.to_tensor(row).to(gl.int64) * N + n
-    return gl.load(at, mask=n < gl.where(row < 0, 0, N), other=0.0).to(gl.float32)
+    bias = gl.load(at, mask=n < gl.where(row < 0, 0, N), other=0.0).to(gl.float32)
+    return gl.convert_layout(bias, gl.SliceLayout(0, like.type.layout))
 
 
 @gluon.jit

@@ -150,7 +150,7 @@ def load_band(
 
 @gluon.jit
 def fc2_dgrad_kernel(
-    dy_desc,  # (T, K), block (HALF, BLOCK_K): the rows of one consumer
+    dy_desc,  # ragged (T, K), block (HALF, BLOCK_K): the rows of one consumer
     w_desc,  # (E, 1, K, N), block (1, 1, BLOCK_K, BLOCK_N)
     dh_ptr,  # (T, 2 N), or (T, N) without a gate
     a_ptr,  # (T, N) or None

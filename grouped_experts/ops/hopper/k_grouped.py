@@ -115,9 +115,9 @@ def consume(
     a_smem, b_smem, c_smem, full, empty, places, announced, heard,
     ACCUMULATE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """A fresh tile, or piece of one, is stored. A sum is kept until the next tile is under way, and leaves in parts.
+    """A tile leaves in parts while the next one is contracted, a sum out of registers that are kept for so long.
 
-    All at once, by all processors, the additions would hold up what they load.
+    All at once, by all processors, what leaves would hold up what they load.
     """
     BLOCK_T: gl.constexpr = a_smem.shape[3]
     HALF: gl.constexpr = a_smem.shape[4]
@@ -125,13 +125,15 @@ def consume(
     WIDTH: gl.constexpr = BLOCK_N // PARTS
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     UNDER_WAY: gl.constexpr = 3 if half else 1  # steps; so that both consumers seldom write to shared memory at a time
+    # A fresh tile has to be gone when the next one is done; a sum, when that has been kept and is under way.
+    PORTIONS: gl.constexpr = PARTS if ACCUMULATE else 2 * PARTS
     stage = 0
     phase = 0
     turn = gl.to_tensor(0)
     e, m0, n0, rows, piece = hear(turn, places, announced, heard)
     # Not to begin with e, m0, n0: what follows one turn behind another value, Triton 3.6 takes for that value, if both
     # begin as one.
-    e_before, m0_before, n0_before, rows_before = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    e_before, m0_before, n0_before, waits = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     kept = gl.zeros((HALF, BLOCK_N), gl.float32, ACC)
     while e >= 0:
         turn += 1
@@ -144,77 +146,73 @@ def consume(
                 half, 1, step, acc, done, stage, phase, a_smem, b_smem, full, empty, STAGES
             )
             hold_parts(half, kept, c_smem)
-        for i in gl.static_range(PARTS):
-            if ACCUMULATE:
-                add_part(
-                    rows_before, c_desc, e_before, m0_before, n0_before + i * WIDTH, c_smem.index(half * PARTS + i)
-                )
+        for i in range(PARTS):  # unrolled it is slower
+            send_part(
+                waits, c_desc, e_before, m0_before, n0_before + i * WIDTH, c_smem.index(half * PARTS + i), ACCUMULATE
+            )
+            portion = (steps - step) * i // PORTIONS
+            next_portion = gl.where(i == PARTS - 1, steps - step, (steps - step) * (i + 1) // PORTIONS)
             acc, done, stage, phase = contract_blocks(
-                half, step + (steps - step) * i // PARTS, step + (steps - step) * (i + 1) // PARTS,
-                acc, done, stage, phase, a_smem, b_smem, full, empty, STAGES
-            )  # fmt: skip
+                half, step + portion, step + next_portion, acc, done, stage, phase, a_smem, b_smem, full, empty, STAGES
+            )
         e_before, m0_before, n0_before, rows_before, piece_before = e, m0 + half * HALF, n0, rows, piece
         e, m0, n0, rows, piece = hear(turn, places, announced, heard)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(done), count=1)
         if ACCUMULATE:
+            waits = gl.where(rows_before > 0, 1, 0)
             kept = acc
         else:
+            waits = gl.where(piece_before == 0, 1, 0)
             end_tile(
-                half, acc, piece_before, e_before, m0_before, n0_before, c_desc, c_smem, c_ptr, partials_ptr,
-                plan_ptr + 4, halves_of_tiles, M, 8 * eighths_of_N
+                half, acc, piece_before, e_before, m0_before, n0_before, c_smem, c_ptr, partials_ptr, plan_ptr + 4,
+                halves_of_tiles, M, 8 * eighths_of_N
             )  # fmt: skip
     if ACCUMULATE:
         hold_parts(half, kept, c_smem)
-        for i in gl.static_range(PARTS):
-            add_part(rows_before, c_desc, e_before, m0_before, n0_before + i * WIDTH, c_smem.index(half * PARTS + i))
+    for i in range(PARTS):
+        send_part(waits, c_desc, e_before, m0_before, n0_before + i * WIDTH, c_smem.index(half * PARTS + i), ACCUMULATE)
     tma.store_wait(0)
 
 
 @gluon.jit
-def end_tile(
-    half: gl.constexpr, acc, piece, e, m0, n0, c_desc, c_smem, c_ptr, partials_ptr, counters_ptr, blocks, M, N
-):  # fmt: skip
-    """Store a fresh tile, or, of an expert in pieces, leave it to the last of them."""
+def end_tile(half: gl.constexpr, acc, piece, e, m0, n0, c_smem, c_ptr, partials_ptr, counters_ptr, blocks, M, N):
+    """Hold a fresh tile, or, of an expert in pieces, leave it to the last of them."""
     if partials_ptr is None or piece == 0:
-        store_tile(half, acc, e, m0, n0, c_desc, c_smem)
+        hold_parts(half, acc, c_smem)
     else:
         c_of_expert = c_ptr + gl.to_tensor(e).to(gl.int64) * M * N
         end_piece(half, acc, piece, m0, n0, c_of_expert, partials_ptr, counters_ptr, blocks, M, N)
 
 
 @gluon.jit
-def store_tile(half: gl.constexpr, acc, e, m0, n0, c_desc, c_smem):
-    tma.store_wait(0)
-    c_smem.index(half).reshape([acc.shape[0], acc.shape[1]]).store(acc.to(c_desc.dtype))
-    fence_async_shared()
-    async_store(c_desc, [e, m0, n0], c_smem.index(half))
-
-
-@gluon.jit
-def hold_parts(half: gl.constexpr, kept, c_smem):
+def hold_parts(half: gl.constexpr, tile, c_smem):
     """A tile as PARTS blocks of shared memory, once the one before it has left them."""
     PARTS: gl.constexpr = c_smem.shape[0] // 2
     tma.store_wait(0)
-    left, right = halves(kept)
+    left, right = halves(tile)
     parts = halves(left) + halves(right)
     for i in gl.static_range(PARTS):
-        c_smem.index(half * PARTS + i).reshape([kept.shape[0], kept.shape[1] // PARTS]).store(parts[i])
+        part = parts[i].to(c_smem.dtype)
+        c_smem.index(half * PARTS + i).reshape([tile.shape[0], tile.shape[1] // PARTS]).store(part)
     fence_async_shared()
 
 
 @gluon.jit
-def add_part(rows, c_desc, e, m0, n0, part):
-    """c[e, m0.., n0..] += part, unless it is of no rows."""
-    if rows > 0:
-        async_add(c_desc, [e, m0, n0], part)
+def send_part(waits, c_desc, e, m0, n0, part, ACCUMULATE: gl.constexpr):
+    """c[e, m0.., n0..] = part, or += part, if there is a tile that waits for it."""
+    if waits > 0:
+        if ACCUMULATE:
+            async_add(c_desc, [e, m0, n0], part)
+        else:
+            async_store(c_desc, [e, m0, n0], part)
 
 
 @gluon.jit
 def k_grouped_kernel(
-    a_desc,  # (T, M), block (BLOCK_T, BLOCK_M / 2)
-    b_desc,  # (T, N), block (BLOCK_T, BLOCK_N)
-    c_desc,  # (E, M, N), block (1, BLOCK_M / 2, BLOCK_N); with ACCUMULATE fp32, (1, BLOCK_M / 2, BLOCK_N / 4)
+    a_desc,  # ragged (T, M), block (BLOCK_T, BLOCK_M / 2)
+    b_desc,  # ragged (T, N), block (BLOCK_T, BLOCK_N)
+    c_desc,  # (E, M, N), block (1, BLOCK_M / 2, BLOCK_N / 4); with ACCUMULATE fp32
     c_ptr,  # contiguous; or None, as the next, where no expert is contracted in pieces
     partials_ptr,  # (pieces, tiles, 2, BLOCK_M / 2, BLOCK_N) in fp32
     plan_ptr,  # see `plan_kernel`
@@ -290,7 +288,7 @@ def launch_k_grouped(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tens
         a.device,
         ragged_descriptor(a, (rows,), (a.stride(0), 1), (tile.block_k, half)),
         ragged_descriptor(b, (columns,), (b.stride(0), 1), (tile.block_k, tile.block_n)),
-        descriptor(c, c.shape, c.stride(), (1, half, tile.block_n // 4 if accumulate else tile.block_n)),
+        descriptor(c, c.shape, c.stride(), (1, half, tile.block_n // 4)),
         c if pieces else None,
         a.new_empty(pieces * tiles * BLOCK_M * tile.block_n, dtype=torch.float32) if pieces else None,
         make_plan(starts, ends, a.shape[0], tiles, programs, pieces),

@@ -127,10 +127,10 @@ def consume(
 
 @gluon.jit
 def m_grouped_kernel(
-    x_desc,  # (T, K), block (HALF, BLOCK_K): the rows of one consumer
+    x_desc,  # ragged (T, K), block (HALF, BLOCK_K): the rows of one consumer
     w_desc,  # (E, P, N, K), block (1, P, BLOCK_N, BLOCK_K), P = 2 for the products with gate and up side by side;
     #          without TRANSPOSE_W (E, 1, K, N), block (1, 1, BLOCK_K, BLOCK_N)
-    y_desc,  # the epilogue's, from here to probs_ptr: see there. What leaves by TMA has blocks (HALF, 1, columns)
+    y_desc,  # the epilogue's, from here to probs_ptr: see there. Ragged, with blocks (HALF, 1, columns)
     a_desc,
     h_desc,
     bias_ptr,
