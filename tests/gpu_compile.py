@@ -156,6 +156,9 @@ def launch_hopper(dtype: torch.dtype) -> None:
         hopper.k_grouped_gemm(wide, a, ends, ends, dtype)
         sum_of = torch.empty(1, hidden, inner)  # of one expert: many rows
         hopper.k_grouped_gemm_accumulate(sum_of, x, a, ends[:1], ends[:1])
+    many = torch.empty(experts, 4104, hidden, dtype=dtype)  # columns, for which tiles are in other groups
+    hopper.m_grouped_gemm(x, many, ends, ends, None, None, True, tiles)
+    hopper.m_grouped_gemm(x, many.mT.contiguous(), ends, ends, None, None, False, tiles)
 
 
 def main() -> None:

@@ -124,10 +124,17 @@ def sums(counts: list[int], device: str) -> None:
 
 
 def layer(
-    layout: Layout, counts: list[int], hidden: int, inner: int, capacity: int, device: str, bias: bool = True
+    layout: Layout,
+    counts: list[int],
+    hidden: int,
+    inner: int,
+    capacity: int,
+    device: str,
+    bias: bool = True,
+    activation: str = "swiglu",
 ) -> None:
     """A step of the layer in the masked layout, and a forward of it with counts beyond the rows there are."""
-    mlp = GroupedMLP(hidden, inner, layout.num_experts, bias=bias, dtype=BF16)
+    mlp = GroupedMLP(hidden, inner, layout.num_experts, activation=activation, bias=bias, dtype=BF16)
     x, dy = (random_rows(layout, hidden, dtype=BF16, device="cpu") for _ in range(2))
     probs = random_rows(layout, 1, dtype=FP32, device="cpu")[:, 0].abs()
     for t in (x, probs, *mlp.parameters()):
@@ -177,11 +184,11 @@ def main(device: str = "cuda") -> None:
     layout = padded([3, 0, 150, 9], 8, spare=5)
     rows = layout.num_rows
     every_product(layout, lambda c: RowRanges.padded(c, 8, num_rows=rows), FP32, 36, 20, "squared_relu", device)
-    # Tiles of 128 rows.
+    # Tiles of 128 rows, which are Gluon's kernels on a Hopper GPU: narrow ones and wide ones, with a gate and without.
     layer(masked([130, 0, 199], 201), [130, 0, 199], 40, 24, 201, device)
-    # On a Hopper GPU Gluon's kernels: wide tiles and narrow ones.
-    layer(masked([130, 0, 199], 201), [130, 0, 199], 264, 136, 201, device, bias=False)
     layer(masked([130, 0, 199], 201), [130, 0, 199], 72, 40, 201, device, bias=False)
+    layer(masked([130, 0, 199], 201), [130, 0, 199], 264, 136, 201, device)
+    layer(masked([130, 0, 199], 201), [130, 0, 199], 264, 136, 201, device, activation="squared_relu")
     sums([2100, 0, 900], device)  # on 132 processors one expert is in two pieces, and tiles are claimed
     there_and_back(tokens=13, hidden=33, choices=3, num_experts=4, device=device)
     if device == "cuda":

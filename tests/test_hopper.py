@@ -101,7 +101,7 @@ def test_a_hopper_gpu_takes_them() -> None:
     assert choose_family(device, [BF16, torch.float64]) == "reference"
 
 
-@pytest.mark.parametrize("columns", [8, 128, 136, 256, 520])
+@pytest.mark.parametrize("columns", [8, 128, 136, 256, 520, 4104])
 @pytest.mark.parametrize("depth", [8, 64, 200, 512])
 def test_edges_of_tiles(depth: int, columns: int, paths: list[str]) -> None:
     rows = LAYOUT.rows("cuda")
@@ -142,6 +142,7 @@ def test_accumulation_into_part_of_a_buffer(paths: list[str]) -> None:
     layout = contiguous([2000, 0, 700], spare=3)
     a, b = random_rows(200, layout), random_rows(136, layout)
     buffer = randn(3, 210, 160, dtype=torch.float32)
+    buffer[1, 4:204, 8:144] = 1e-40  # which an addition of zero by TMA would take for zero
     before, c = buffer.clone(), buffer[:, 4:204, 8:144]
     exact = c.double() + weight_product(a, b, layout)
     k_grouped_gemm_accumulate(c, a, b, layout.rows("cuda"))
@@ -149,6 +150,15 @@ def test_accumulation_into_part_of_a_buffer(paths: list[str]) -> None:
     close_sums(c, exact, layout)
     c[::2] = before[::2, 4:204, 8:144]
     assert torch.equal(buffer, before)
+
+
+@pytest.mark.parametrize(("rows", "path"), [(640, "Gluon"), (639, "portable, since additions outlast the products")])
+def test_sums_of_few_rows_go_to_the_portable_kernels(rows: int, path: str, paths: list[str]) -> None:
+    layout = contiguous([rows])
+    a, b, c = random_rows(64, layout), random_rows(136, layout), torch.zeros(1, 64, 136, device="cuda")
+    k_grouped_gemm_accumulate(c, a, b, layout.rows("cuda"))
+    assert paths[0].startswith(f"k_grouped_gemm_accumulate: {path}")
+    close_sums(c, weight_product(a, b, layout), layout)
 
 
 def test_accumulation_into_experts_side_by_side(paths: list[str]) -> None:
@@ -202,7 +212,7 @@ def the_same_twenty_times(run: Callable[[], Tensor]) -> Tensor:
     return first
 
 
-@pytest.mark.parametrize("columns", [136, 520])
+@pytest.mark.parametrize("columns", [64, 136, 520])
 @pytest.mark.parametrize(
     "counts",
     [[9000], [0, 0, 40000, 0, 1, 0], [20000, *[1500] * 7], [2600, 5300, *[64] * 30]],

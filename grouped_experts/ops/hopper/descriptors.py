@@ -1,9 +1,9 @@
 """Tensors as TMA sees them.
 
 TMA bounds what it moves by the shape of a tensor, but where an expert's rows end is known on the device alone. A ragged
-descriptor therefore has three dimensions for the rows, with strides of 2**34 - s, s and s elements where a row has s.
-Coordinates (2**30, end, 2**30 - end + first) begin at row `first`, since addresses are modulo 2**64; and since the last
-of the three has 2**30 elements, rows from `end` on are out of bounds: read as zero, and not written.
+descriptor therefore has three dimensions for the rows, with strides of 2**34 - s, s and s elements where s is that of
+the rows. Coordinates (2**30, end, 2**30 - end + first) begin at row `first`, since addresses are modulo 2**64. The last
+of the three has 2**30 elements, so that rows from `end` on are out of bounds: read as zero, and not written.
 `triton.tools.ragged_tma` does the same.
 """
 
@@ -21,7 +21,7 @@ from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile
 from grouped_experts.ops.portable.launch import Unchecked
 
 MOST_ROWS = gl.constexpr(2**30)
-_MOST = 0x7FFF0000
+_ANY = 0x7FFF0000  # more than any coordinate of the first two dimensions
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -36,13 +36,16 @@ def descriptor(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...],
 
 def ragged_descriptor(tensor: Tensor, row: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]) -> object:
     """Of rows of shape `row`, bounded by `rows_at`; strides and block begin with those of the rows."""
-    shape = (_MOST, _MOST, MOST_ROWS.value, *row)
+    shape = (_ANY, _ANY, MOST_ROWS.value, *row)
     return descriptor(tensor, shape, (2**34 - strides[0], strides[0], *strides), (1, 1, *block))
 
 
 @gluon.jit
 def rows_at(first, end):
-    """Coordinates of rows first : end in a ragged descriptor; what lies behind is read as zero, and not written."""
+    """Coordinates of rows first : end in a ragged descriptor; what lies behind is read as zero, and not written.
+
+    first may lie behind `end` by less than 2**29: there are no rows then.
+    """
     return MOST_ROWS, end, MOST_ROWS - end + first
 
 

@@ -38,9 +38,9 @@ def activate(
     out_smem, ACT: gl.constexpr, GATED: gl.constexpr, BUFFERS: gl.constexpr
 ):  # fmt: skip
     """h = acc, rounded; a = p * act(h) of the rounded h. With a gate acc is [gate | up]."""
-    tma.store_wait(0)  # the last tile's stores: theirs need not be the buffers that come next, nor as many
+    tma.store_wait(0)  # of a tile with a gate the last store was from the buffer that comes first
     if h_desc.dtype == gl.float16:
-        acc += 0.0  # what rounds it otherwise, Triton 3.6's ptxas moves in between wgmmas, which it then serializes
+        acc += 0.0  # or ptxas of Triton 3.6 moves the rounding in between the wgmmas, and serializes them
     left, right = halves(acc)
     if GATED:
         activate_part(
@@ -68,7 +68,8 @@ def activate_part(
     PARTS: gl.constexpr = 2 if GATED else 1
     if bias_ptr is not None:
         gate += load_bias(bias_ptr, PARTS * expert, n0, N, gate)[None, :]
-        up += load_bias(bias_ptr, PARTS * expert + PARTS - 1, n0, N, up)[None, :]
+        if GATED:
+            up += load_bias(bias_ptr, PARTS * expert + 1, n0, N, up)[None, :]
     gate = gate.to(h_desc.dtype)
     store_rows(h_desc, gate, out_smem, FIRST, m0, end, 0, n0, BUFFERS)
     if GATED:
@@ -83,25 +84,6 @@ def activate_part(
 
 
 @gluon.jit
-def part_at(
-    ptr, m0, end, n0, N, part: gl.constexpr, PARTS: gl.constexpr,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
-    """Where rows m0.. and columns n0.. of one part lie, and which are rows before `end` and columns before N."""
-    m = m0 + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    n = n0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-    at = ptr + m[:, None].to(gl.int64) * (PARTS * N) + part * N + n[None, :]
-    return at, (m < end)[:, None] & (n < N)[None, :]
-
-
-@gluon.jit
-def store_part(ptr, block, m0, end, n0, N, part: gl.constexpr, PARTS: gl.constexpr):
-    LAYOUT: gl.constexpr = block.type.layout
-    at, inside = part_at(ptr, m0, end, n0, N, part, PARTS, block.shape[0], block.shape[1], LAYOUT)
-    gl.store(at, block.to(ptr.dtype.element_ty), mask=inside)
-
-
-@gluon.jit
 def load_rows(ptr, m0, end, like):
     """One value for each row m0 : end of a block laid out as `like`, zero behind."""
     m = m0 + gl.arange(0, like.shape[0], gl.SliceLayout(1, like.type.layout))
@@ -110,7 +92,7 @@ def load_rows(ptr, m0, end, like):
 
 @gluon.jit
 def load_bias(bias_ptr, row, n0, N, like):
-    """Columns n0.. of a row of the bias, laid out as those of `like`; zero for row -1, which is of no expert.
+    """Columns n0.. of a row of the bias, laid out as those of `like`; zero for a negative row, which is of no expert.
 
     Each is loaded by one thread: the addresses of all that a thread needs would not fit its registers.
     """

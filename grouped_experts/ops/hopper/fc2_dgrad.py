@@ -18,10 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from grouped_experts.activations import ACTIVATIONS
 from grouped_experts.ops import portable
 from grouped_experts.ops.hopper.descriptors import operand_descriptors
-from grouped_experts.ops.hopper.epilogues import load_rows, part_at, store_part
+from grouped_experts.ops.hopper.epilogues import load_rows
 from grouped_experts.ops.hopper.launch import is_fast
 from grouped_experts.ops.hopper.m_grouped import multiply, produce, row_tile
-from grouped_experts.ops.hopper.pipeline import ring, row_pieces
+from grouped_experts.ops.hopper.pipeline import ring
 from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
 from grouped_experts.ops.portable.activations import GRADIENTS, VALUES
 from grouped_experts.ops.portable.launch import Kernel, cdiv, contiguous, kernel, num_processors
@@ -146,6 +146,32 @@ def load_band(
     if probs_ptr is not None:
         p = load_rows(probs_ptr, m0, end, gate)
     return gate, up, p
+
+
+@gluon.jit
+def part_at(
+    ptr, m0, end, n0, N, part: gl.constexpr, PARTS: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """Where rows m0.. and columns n0.. of one part lie, and which are rows before `end` and columns before N."""
+    m = m0 + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    n = n0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    at = ptr + m[:, None].to(gl.int64) * (PARTS * N) + part * N + n[None, :]
+    return at, (m < end)[:, None] & (n < N)[None, :]
+
+
+@gluon.jit
+def store_part(ptr, block, m0, end, n0, N, part: gl.constexpr, PARTS: gl.constexpr):
+    LAYOUT: gl.constexpr = block.type.layout
+    at, inside = part_at(ptr, m0, end, n0, N, part, PARTS, block.shape[0], block.shape[1], LAYOUT)
+    gl.store(at, block.to(ptr.dtype.element_ty), mask=inside)
+
+
+@gluon.constexpr_function
+def row_pieces(columns):
+    """A layout of four warps: eight elements to a thread, 16 bytes, and as many threads to a row as that takes."""
+    lanes = min(32, columns // 8)
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
 
 
 @gluon.jit

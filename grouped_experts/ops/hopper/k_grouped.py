@@ -115,7 +115,7 @@ def consume(
     a_smem, b_smem, c_smem, full, empty, places, announced, heard,
     ACCUMULATE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """A tile leaves in parts while the next one is contracted, a sum out of registers that are kept for so long.
+    """A tile leaves in parts while the next one is contracted; a sum is kept in registers until that one is under way.
 
     All at once, by all processors, what leaves would hold up what they load.
     """
@@ -125,7 +125,8 @@ def consume(
     WIDTH: gl.constexpr = BLOCK_N // PARTS
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     UNDER_WAY: gl.constexpr = 3 if half else 1  # steps; so that both consumers seldom write to shared memory at a time
-    # A fresh tile has to be gone when the next one is done; a sum, when that has been kept and is under way.
+    # Parts of a fresh tile leave at 0, 1/8, 2/8 and 3/8 of the next one's steps, for that has to find its place empty;
+    # those of a sum at 0, 1/4, 1/2 and 3/4, since it waits in registers for longer.
     PORTIONS: gl.constexpr = PARTS if ACCUMULATE else 2 * PARTS
     stage = 0
     phase = 0
@@ -133,7 +134,7 @@ def consume(
     e, m0, n0, rows, piece = hear(turn, places, announced, heard)
     # Not to begin with e, m0, n0: what follows one turn behind another value, Triton 3.6 takes for that value, if both
     # begin as one.
-    e_before, m0_before, n0_before, waits = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    e_before, m0_before, n0_before, held = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     kept = gl.zeros((HALF, BLOCK_N), gl.float32, ACC)
     while e >= 0:
         turn += 1
@@ -148,7 +149,7 @@ def consume(
             hold_parts(half, kept, c_smem)
         for i in range(PARTS):  # unrolled it is slower
             send_part(
-                waits, c_desc, e_before, m0_before, n0_before + i * WIDTH, c_smem.index(half * PARTS + i), ACCUMULATE
+                held, c_desc, e_before, m0_before, n0_before + i * WIDTH, c_smem.index(half * PARTS + i), ACCUMULATE
             )
             portion = (steps - step) * i // PORTIONS
             next_portion = gl.where(i == PARTS - 1, steps - step, (steps - step) * (i + 1) // PORTIONS)
@@ -160,10 +161,10 @@ def consume(
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(done), count=1)
         if ACCUMULATE:
-            waits = gl.where(rows_before > 0, 1, 0)
+            held = gl.where(rows_before > 0, 1, 0)
             kept = acc
         else:
-            waits = gl.where(piece_before == 0, 1, 0)
+            held = gl.where(piece_before == 0, 1, 0)
             end_tile(
                 half, acc, piece_before, e_before, m0_before, n0_before, c_smem, c_ptr, partials_ptr, plan_ptr + 4,
                 halves_of_tiles, M, 8 * eighths_of_N
@@ -171,7 +172,7 @@ def consume(
     if ACCUMULATE:
         hold_parts(half, kept, c_smem)
     for i in range(PARTS):
-        send_part(waits, c_desc, e_before, m0_before, n0_before + i * WIDTH, c_smem.index(half * PARTS + i), ACCUMULATE)
+        send_part(held, c_desc, e_before, m0_before, n0_before + i * WIDTH, c_smem.index(half * PARTS + i), ACCUMULATE)
     tma.store_wait(0)
 
 
@@ -199,9 +200,9 @@ def hold_parts(half: gl.constexpr, tile, c_smem):
 
 
 @gluon.jit
-def send_part(waits, c_desc, e, m0, n0, part, ACCUMULATE: gl.constexpr):
-    """c[e, m0.., n0..] = part, or += part, if there is a tile that waits for it."""
-    if waits > 0:
+def send_part(held, c_desc, e, m0, n0, part, ACCUMULATE: gl.constexpr):
+    """c[e, m0.., n0..] = part, or += part, if one is held."""
+    if held > 0:
         if ACCUMULATE:
             async_add(c_desc, [e, m0, n0], part)
         else:
@@ -279,9 +280,8 @@ def launch_k_grouped(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tens
     half = BLOCK_M // 2
     tiles = cdiv(rows, BLOCK_M) * cdiv(columns, tile.block_n)
     processors = num_processors(a.device)
-    pieces = 0  # with tiles of 128 columns Triton 3.9 would spill
-    if not accumulate:
-        pieces = entries_of_pieces(num_experts, tiles, processors)
+    # A sum may have one summand only, or the order of additions would matter.
+    pieces = 0 if accumulate else entries_of_pieces(num_experts, tiles, processors)
     programs = min(processors, (num_experts + pieces) * tiles)
     k_grouped(tile, accumulate).launch(
         (programs,),

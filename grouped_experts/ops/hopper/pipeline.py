@@ -41,10 +41,3 @@ def halves(block):
     )
     left, right = block.reshape([block.shape[0], 2, block.shape[1] // 2]).permute([0, 2, 1]).split()
     return gl.convert_layout(left, LAYOUT, assert_trivial=True), gl.convert_layout(right, LAYOUT, assert_trivial=True)
-
-
-@gluon.constexpr_function
-def row_pieces(columns):
-    """A layout of four warps: eight elements to a thread, 16 bytes, and as many threads to a row as that takes."""
-    lanes = min(32, columns // 8)
-    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
