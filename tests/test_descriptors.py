@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton", reason="needs Triton")
 
 from grouped_experts.ops.hopper.descriptors import _ANY, MOST_ROWS, rows_at
-from grouped_experts.ops.hopper.launch import is_fast
+from grouped_experts.ops.hopper.dispatch import is_fast
 
 MOST = MOST_ROWS.value
 
@@ -32,7 +32,7 @@ def test_rows_of_an_expert(first: int, end: int, stride: int) -> None:
 
 
 def test_more_rows_than_that_go_to_the_portable_kernels(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, logger="grouped_experts.ops.hopper.launch"):
+    with caplog.at_level(logging.DEBUG, logger="grouped_experts.ops.hopper.dispatch"):
         assert is_fast("product", MOST, 8, 64)
         assert not is_fast("product", MOST + 1, 8, 64)
     assert "portable, since 1073741825 rows are many" in caplog.text

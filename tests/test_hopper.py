@@ -86,7 +86,7 @@ class Messages(logging.Handler):
 @pytest.fixture
 def paths() -> Iterator[list[str]]:
     """The debug log that tells which kernels a call took."""
-    logger, messages = logging.getLogger("grouped_experts.ops.hopper.launch"), Messages()
+    logger, messages = logging.getLogger("grouped_experts.ops.hopper.dispatch"), Messages()
     logger.addHandler(messages)
     logger.setLevel(logging.DEBUG)
     yield messages.seen

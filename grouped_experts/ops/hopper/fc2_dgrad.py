@@ -18,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from grouped_experts.activations import ACTIVATIONS
 from grouped_experts.ops import portable
 from grouped_experts.ops.hopper.descriptors import operand_descriptors
+from grouped_experts.ops.hopper.dispatch import is_fast
 from grouped_experts.ops.hopper.epilogues import load_rows
-from grouped_experts.ops.hopper.launch import is_fast
 from grouped_experts.ops.hopper.m_grouped import multiply, produce, row_tile
 from grouped_experts.ops.hopper.pipeline import ring
 from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile

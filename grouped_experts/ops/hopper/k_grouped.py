@@ -22,7 +22,7 @@ from grouped_experts.ops import portable
 from grouped_experts.ops.hopper.announcements import announce, announcements, hear
 from grouped_experts.ops.hopper.compat import async_add, async_load, async_store
 from grouped_experts.ops.hopper.descriptors import descriptor, ragged_descriptor, rows_at
-from grouped_experts.ops.hopper.launch import is_fast
+from grouped_experts.ops.hopper.dispatch import is_fast
 from grouped_experts.ops.hopper.pieces import end_piece
 from grouped_experts.ops.hopper.pipeline import advance, halves, ring
 from grouped_experts.ops.hopper.plan import entries_of_pieces, make_plan

@@ -10,7 +10,7 @@ from grouped_experts.activations import ACTIVATIONS
 from grouped_experts.ops import portable
 from grouped_experts.ops.hopper import epilogues
 from grouped_experts.ops.hopper.descriptors import operand_descriptors, ragged_descriptor
-from grouped_experts.ops.hopper.launch import is_fast
+from grouped_experts.ops.hopper.dispatch import is_fast
 from grouped_experts.ops.hopper.m_grouped import m_grouped_kernel
 from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
 from grouped_experts.ops.portable.activations import VALUES
