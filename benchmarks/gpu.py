@@ -10,7 +10,8 @@ from statistics import geometric_mean
 
 import torch
 
-from benchmarks.gpu_layers import experts_layer, host_costs, routed_layer, skewed_layers
+from benchmarks.gpu_inputs import ROUTED_SHAPES
+from benchmarks.gpu_layers import experts_layer, host_costs, skewed_layers
 from benchmarks.gpu_moves import activations, permutations
 from benchmarks.gpu_products import products
 from benchmarks.records import Record, write
@@ -21,12 +22,6 @@ SHAPES = {
     "C": {"E": 64, "M": 65536, "H": 2048, "I": 1024},
     "D": {"E": 256, "M": 131072, "H": 4096, "I": 256},
 }
-ROUTED_SHAPES = (
-    {"T": 24576, "H": 1536, "I": 256, "E": 128, "top_k": 8},
-    {"T": 32768, "H": 4096, "I": 1024, "E": 64, "top_k": 4},
-    {"T": 32768, "H": 2048, "I": 768, "E": 128, "top_k": 8},
-    {"T": 32768, "H": 2048, "I": 1024, "E": 64, "top_k": 8},
-)
 SUMMARY: dict[str, list[tuple[str, str | None]]] = {
     "m_grouped": [("m_grouped_nt", None), ("m_grouped_nn", None)],
     "k_grouped": [("k_grouped", None)],
@@ -39,7 +34,6 @@ SUMMARY: dict[str, list[tuple[str, str | None]]] = {
         ("experts_layer", "90 % of the experts empty"),
         ("experts_layer", "1 to 15 rows an expert"),
     ],
-    "routed_layer": [("routed_layer", None)],
     "activation": [("activation", None), ("activation", "backward")],
     "permute": [("permute", None)],
     "unpermute": [("permute", "unpermute")],
@@ -73,7 +67,6 @@ def main() -> None:
         torch.cuda.empty_cache()
     for shape in ROUTED_SHAPES:
         print(shape)
-        records.append(routed_layer(shape, given.rounds))
         records += permutations(shape, given.rounds)
         torch.cuda.empty_cache()
     records += [*skewed_layers(SHAPES["B"], given.rounds), *host_costs(given.rounds)]

@@ -15,6 +15,13 @@ COUNTS = "uneven (+-30 %)"
 
 Shape = dict[str, int]
 
+ROUTED_SHAPES: tuple[Shape, ...] = (
+    {"T": 24576, "H": 1536, "I": 256, "E": 128, "top_k": 8},
+    {"T": 32768, "H": 4096, "I": 1024, "E": 64, "top_k": 4},
+    {"T": 32768, "H": 2048, "I": 768, "E": 128, "top_k": 8},
+    {"T": 32768, "H": 2048, "I": 1024, "E": 64, "top_k": 8},
+)
+
 
 def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Forward + backward of the layer, with and without the way there and back, against composites of what PyTorch has."""
+"""Forward + backward of the experts alone, against a composite of what PyTorch has."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_inputs import COUNTS, DEVICE, DTYPE, Shape, check, normal, path, uneven_choices, uneven_ends
-from benchmarks.peers import grouped_mm_composite, routed_composite
+from benchmarks.gpu_inputs import COUNTS, DEVICE, DTYPE, Shape, check, normal, path, uneven_ends
+from benchmarks.peers import grouped_mm_composite
 from benchmarks.records import Record, record
 from benchmarks.timing import event_ms, interleaved_ms
 from grouped_experts import GroupedMLP
-from grouped_experts.ops import permute, unpermute
 from grouped_experts.ops.families import use_family
 
 Step = Callable[[], list[Tensor]]
 
 COMPOSITE = "F.grouped_mm + eager activation"
-ROUTED_COMPOSITE = "index_select, F.grouped_mm + eager activation, index_add"
 LIMIT = 2e-2  # the composites round to bf16 in more places
 
 
@@ -29,32 +27,6 @@ def experts_layer(shape: Shape, rounds: int) -> Record:
     flops = 18.0 * shape["M"] * shape["H"] * shape["I"]
     made = record("experts_layer", shape, COUNTS, DTYPE, path(), COMPOSITE, times, flops=flops)
     print(f"experts_layer {made.tflops:6.0f} TFLOP/s  {made.ratio:5.2f}x the composite", flush=True)
-    return made
-
-
-def routed_layer(shape: Shape, rounds: int) -> Record:
-    """Tokens and their top-k ids in, the weighted sum of their experts out: permute, GroupedMLP, unpermute."""
-    tokens, hidden, experts, top_k = (shape[name] for name in ("T", "H", "E", "top_k"))
-    mlp = _mlp(shape)
-    x, dy = normal(tokens, hidden).requires_grad_(), normal(tokens, hidden)
-    ids = uneven_choices(tokens, experts, top_k)
-    probs = torch.rand(tokens, top_k, device=DEVICE, requires_grad=True)
-
-    def ours() -> Tensor:
-        permuted = permute(x, ids, probs, experts)
-        return unpermute(mlp(permuted.x, permuted.counts, permuted.probs), permuted.routing)
-
-    steps = _checked_steps(
-        "routed_layer",
-        ours,
-        lambda: routed_composite(x, mlp.fc1_weight, mlp.fc2_weight, ids, probs),
-        [x, probs, *mlp.parameters()],
-        dy,
-    )
-    flops = 18.0 * tokens * top_k * hidden * shape["I"]
-    times = event_ms(*steps, rounds)
-    made = record("routed_layer", shape, COUNTS, DTYPE, path(), ROUTED_COMPOSITE, times, flops=flops)
-    print(f"routed_layer  {made.tflops:6.0f} TFLOP/s  {made.ratio:5.2f}x the composite", flush=True)
     return made
 
 
@@ -147,17 +119,17 @@ def _checked_steps(
     op: str, ours: Callable[[], Tensor], peer: Callable[[], Tensor], leaves: Sequence[Tensor], dy: Tensor
 ) -> tuple[Step, Step]:
     """Forward + backward of both, once it is certain that y and every gradient agree."""
-    steps = _step(ours, leaves, dy), _step(peer, leaves, dy)
+    steps = forward_backward(ours, leaves, dy), forward_backward(peer, leaves, dy)
     check(op, steps[0](), steps[1](), LIMIT)
     return steps
 
 
-def _step(forward: Callable[[], Tensor], leaves: Sequence[Tensor], dy: Tensor) -> Step:
-    def forward_backward() -> list[Tensor]:
+def forward_backward(forward: Callable[[], Tensor], leaves: Sequence[Tensor], dy: Tensor) -> Step:
+    def step() -> list[Tensor]:
         for leaf in leaves:
             leaf.grad = None
         y = forward()
         y.backward(dy)
         return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
-    return forward_backward
+    return step

@@ -32,6 +32,16 @@ def routed_composite(x: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, top_k_id
     return torch.zeros_like(x).index_add(0, tokens, y)
 
 
+def routed_loop(x: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, top_k_ids: Tensor, probs: Tensor) -> Tensor:
+    """`loop_over_experts` in place of the grouped products: in fp32, what the others are checked against. Waits."""
+    ids, slots = top_k_ids.flatten().sort(stable=True)
+    counts = ids.bincount(minlength=fc1_weight.shape[0]).tolist()
+    tokens = slots // top_k_ids.shape[1]
+    rows, row_probs = x.index_select(0, tokens), probs.flatten().index_select(0, slots)
+    y = loop_over_experts(rows, fc1_weight, fc2_weight, counts, row_probs)
+    return torch.zeros_like(x).index_add(0, tokens, y)
+
+
 def loop_over_experts(x: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, counts: list[int], probs: Tensor) -> Tensor:
     """The loop that most models start from; each backward of `weight[e]` writes a gradient of full size."""
     outputs = []

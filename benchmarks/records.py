@@ -34,7 +34,7 @@ class Record:
     ratio: float
     tflops: float | None = None
     tbps: float | None = None
-    variant: str | None = None  # which of the op's: the backward of the activation, the way back of permute, host cost
+    variant: str | None = None  # which of the op's: its backward, the way back of permute, host cost, forward alone
 
 
 def record(
@@ -67,10 +67,16 @@ def record(
     )
 
 
-def write(name: str, hardware: dict[str, str | int], records: list[Record], **more: object) -> Path:
-    """benchmarks/results/<name>: hardware, date, versions and the records."""
+def write(
+    name: str,
+    hardware: dict[str, str | int],
+    records: list[Record],
+    packages: Sequence[str] = ("torch", "triton"),
+    **more: object,
+) -> Path:
+    """benchmarks/results/<name>: hardware, date, versions of those packages that are there, and the records."""
     versions = {"python": platform.python_version()}
-    for package in ("torch", "triton"):
+    for package in packages:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

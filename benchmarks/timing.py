@@ -1,4 +1,4 @@
-"""Times of a run and of its peer, in turns within one process, so that what slows one slows both."""
+"""Times of a run and of its peers, in turns within one process, so that what slows one slows all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import ctypes
 import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,11 @@ class Round(NamedTuple):
 
 Run = Callable[[], object]
 
-_ours_first = itertools.cycle((True, False))  # over all comparisons: what ran before leaves its mark on the caches
+_turns = itertools.count()  # over all comparisons: what ran before leaves its mark on the caches
+
+
+class WaitsForGPUError(RuntimeError):
+    """No sleep of the stream is long enough for the host to launch the run, which waits for it."""
 
 
 def steady_malloc() -> None:
@@ -41,7 +46,12 @@ def steady_malloc() -> None:
 
 def interleaved_ms(ours: Run, peer: Run, rounds: int, warmup: int) -> list[Round]:
     """Both in every round, on the host's clock."""
-    return _in_turns(_host_ms, ours, peer, rounds, warmup)
+    return _pair(interleaved_ms_of({"ours": ours, "peer": peer}, rounds, warmup))
+
+
+def interleaved_ms_of(runs: Mapping[str, Run], rounds: int, warmup: int) -> dict[str, list[float]]:
+    """All in every round, on the host's clock."""
+    return _in_turns({name: partial(_host_ms, run) for name, run in runs.items()}, rounds, warmup)
 
 
 def event_ms(ours: Run, peer: Run, rounds: int, warmup: int = 3) -> list[Round]:
@@ -51,20 +61,55 @@ def event_ms(ours: Run, peer: Run, rounds: int, warmup: int = 3) -> list[Round]:
     of an idle stream it would. Therefore the stream sleeps before the first event (`SLEEP_CYCLES`) while the host
     launches the whole run. Where the host is late all the same, the sleep is doubled and the run timed again. What the
     host itself costs is a figure of its own, from `interleaved_ms`.
-    Raises RuntimeError for a run that waits for the GPU, since no sleep is long enough for it.
+    Raises WaitsForGPUError for a run that waits for the GPU, since no sleep is long enough for it.
     """
-    return _in_turns(_BusyStream().ms, ours, peer, rounds, warmup)
+    return _pair(event_ms_of({"ours": ours, "peer": peer}, rounds, warmup=warmup))
 
 
-def _in_turns(clock: Callable[[Run], float], ours: Run, peer: Run, rounds: int, warmup: int) -> list[Round]:
-    times = []
+def event_ms_of(
+    runs: Mapping[str, Run],
+    rounds: int,
+    *,
+    waiting: Collection[str] = (),
+    before: Run | None = None,
+    warmup: int = 3,
+) -> dict[str, list[float]]:
+    """All in every round, as `event_ms` has it.
+
+    waiting: names of the runs that wait for the GPU (`waits_for_gpu`). In training too the host launches them up to
+    where they wait, and the rest while the stream is idle: what follows the wait counts with its launches.
+    before: what is launched ahead of every run and not timed, to empty a cache for instance.
+    """
+    clock = _BusyStream(before)
+    timed = {name: partial(clock.single_ms if name in waiting else clock.ms, run) for name, run in runs.items()}
+    return _in_turns(timed, rounds, warmup)
+
+
+def waits_for_gpu(run: Run) -> bool:
+    try:
+        _BusyStream().ms(run)
+    except WaitsForGPUError:
+        return True
+    return False
+
+
+def _in_turns(timed: Mapping[str, Callable[[], float]], rounds: int, warmup: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in timed}
     for _ in range(warmup + rounds):
-        if next(_ours_first):
-            ms, peer_ms = clock(ours), clock(peer)
-        else:
-            peer_ms, ms = clock(peer), clock(ours)
-        times.append(Round(ms, peer_ms))
-    return times[warmup:]
+        for name in _order(list(timed), next(_turns)):
+            times[name].append(timed[name]())
+    return {name: each[warmup:] for name, each in times.items()}
+
+
+def _order(names: list[str], turn: int) -> list[str]:
+    """Each is the first one equally often, and follows either neighbour; two alternate."""
+    start = (turn - turn % 2) % len(names)
+    order = names[start:] + names[:start]
+    return order[::-1] if turn % 2 else order
+
+
+def _pair(times: dict[str, list[float]]) -> list[Round]:
+    return [Round(*pair) for pair in zip(times["ours"], times["peer"], strict=True)]
 
 
 def _host_ms(run: Run) -> float:
@@ -76,20 +121,33 @@ def _host_ms(run: Run) -> float:
 class _BusyStream:
     """A clock for runs on the current stream that keeps the sleep which turned out to be long enough."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Run | None = None) -> None:
         self.cycles = SLEEP_CYCLES
+        self.before = before
 
     def ms(self, run: Run) -> float:
         while True:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(self.cycles)
-            start.record()
-            run()
-            end.record()
-            host_was_late = start.query()
-            end.synchronize()
+            ms, host_was_late = self._once(run, self.cycles)
             if not host_was_late:
-                return start.elapsed_time(end)
+                return ms
             if self.cycles >= LONGEST_SLEEP_CYCLES:
-                raise RuntimeError(f"the stream slept {self.cycles:,} cycles and the run was not launched: it waits")
+                raise WaitsForGPUError(
+                    f"the stream slept {self.cycles:,} cycles and the run was not launched: it waits"
+                )
             self.cycles *= 2
+
+    def single_ms(self, run: Run) -> float:
+        """Whether or not the host was late."""
+        return self._once(run, SLEEP_CYCLES)[0]
+
+    def _once(self, run: Run, cycles: int) -> tuple[float, bool]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(cycles)
+        if self.before is not None:
+            self.before()
+        start.record()
+        run()
+        end.record()
+        host_was_late = start.query()
+        end.synchronize()
+        return start.elapsed_time(end), host_was_late

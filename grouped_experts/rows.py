@@ -162,6 +162,11 @@ class RowRanges:
         return RowRanges(self.starts.to(device), self.ends.to(device))
 
 
+def num_rows(x: Tensor, row_index: Tensor | None) -> int:
+    """How many rows a product of x has: as many as x, or as its row index."""
+    return (x if row_index is None else row_index).shape[0]
+
+
 SMALLEST_TILE = 16  # rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import zlib
 from collections.abc import Iterator
@@ -98,6 +99,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
     items[:] = [item for item in items if runs(item)]
+
+
+class Messages(logging.Handler):
+    """What was logged while it was attached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(record.getMessage())
+
+
+@pytest.fixture
+def paths() -> Iterator[list[str]]:
+    """The debug log that tells which kernels a call took."""
+    logger, messages = logging.getLogger("grouped_experts.ops.hopper.dispatch"), Messages()
+    logger.addHandler(messages)
+    logger.setLevel(logging.DEBUG)
+    yield messages.seen
+    logger.setLevel(logging.NOTSET)
+    logger.removeHandler(messages)
 
 
 @pytest.fixture

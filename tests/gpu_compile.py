@@ -120,18 +120,43 @@ def launch_everything(rows: int, dtype: torch.dtype) -> None:
     portable.k_grouped_gemm(x, a, ends, ends, dtype)
     portable.k_grouped_gemm_accumulate(torch.empty(experts, hidden, inner), x, a, ends, ends)
     portable.k_grouped_sum(x, ends, ends, probs, dtype)
+    launch_with_an_index(rows, dtype, tiles)
     for bounds in ((ends, ends), (None, None)):
         portable.scaled_activation(h, probs, *bounds, "swiglu")
         portable.scaled_activation_backward(a, h, probs, *bounds, "swiglu")
     portable.permute(x[: rows // 2], slots, ends)
     portable.unpermute(x, slots, ends)
+    for num_tokens in (16, 4096):  # few slots, which one kernel sorts, and many
+        portable.route(torch.empty(num_tokens, 8, dtype=torch.int64), experts)
+
+
+def launch_with_an_index(rows: int, dtype: torch.dtype, tiles: torch.Tensor) -> None:
+    """The portable products of `rows` rows that an index names among a quarter as many; sizes as above."""
+    experts, hidden, inner = 64, 256, 128
+    ends, index = torch.empty(experts, dtype=torch.int32), torch.empty(rows, dtype=torch.int32)
+    x, h, a, probs = (
+        torch.empty(n, dtype=dtype) for n in ((rows // 4, hidden), (rows, 2 * inner), (rows, inner), (rows,))
+    )
+    w1, w2 = torch.empty(experts, 2 * inner, hidden, dtype=dtype), torch.empty(experts, hidden, inner, dtype=dtype)
+    for zero_gaps in (True, False):
+        portable.m_grouped_gemm(x, w1, ends, ends, None, None, True, tiles, index, zero_gaps)
+        portable.m_grouped_gemm(h, w1, ends, ends, None, None, False, tiles, None, zero_gaps)
+    portable.fc1_activation(x, w1, ends, ends, None, probs, "swiglu", tiles, index)
+    portable.fc2_dgrad_activation(x, w2, h, ends, ends, probs, w2[:, :, 0], "swiglu", True, True, tiles, index)
+    for a_index, b_index in ((index, None), (None, index)):
+        left, right = a if a_index is None else x, a if b_index is None else x
+        portable.k_grouped_gemm(left, right, ends, ends, dtype, a_index, b_index)
+        total = torch.empty(experts, left.shape[1], right.shape[1])
+        portable.k_grouped_gemm_accumulate(total, left, right, ends, ends, a_index, b_index)
+    portable.k_grouped_sum(x, ends, ends, probs, dtype, index)
+    portable.gather_rows(x, index)
 
 
 def launch_hopper(dtype: torch.dtype) -> None:
     """Every Gluon kernel with every tile of its table, biases and activations; E = 8 experts with 200 rows each."""
     experts, rows, hidden = 8, 1600, 512
     x, ends = torch.empty(rows, hidden, dtype=dtype), torch.empty(experts, dtype=torch.int32)
-    probs = torch.empty(rows)
+    probs, index = torch.empty(rows), torch.empty(rows, dtype=torch.int32)  # of some rows of x and dy
     tiles = schedule.schedule_of(None, ends, ends, rows)
     for inner in (64, 136, 512):  # narrow and wide tiles, whole ones and others
         w1 = torch.empty(experts, 2 * inner, hidden, dtype=dtype)
@@ -141,19 +166,32 @@ def launch_hopper(dtype: torch.dtype) -> None:
             hopper.m_grouped_gemm(x, w1[:, :inner], ends, ends, bias, scale, True, tiles)
         hopper.m_grouped_gemm(x, w1[:, :inner], ends, ends, None, None, True, tiles)
         hopper.m_grouped_gemm(dy, w2, ends, ends, None, None, False, tiles)
+        for zero_gaps in (True, False):
+            hopper.m_grouped_gemm(x, w1[:, :inner], ends, ends, None, None, True, tiles, index, zero_gaps)
+            hopper.m_grouped_gemm(dy, w2, ends, ends, bias, probs, False, tiles, index, zero_gaps)
+            hopper.m_grouped_gemm(dy, w2, ends, ends, None, None, False, tiles, None, zero_gaps)
         for activation in ACTIVATIONS:
             weight = w1 if ACTIVATIONS[activation].gated else w1[:, :inner]
             fc1_bias = weight[:, :, 0].contiguous()
             for scale, added in ((None, None), (probs, None), (probs, fc1_bias)):
                 hopper.fc1_activation(x, weight, ends, ends, added, scale, activation, tiles)
+            hopper.fc1_activation(x, weight, ends, ends, None, probs, activation, tiles, index)
             h = torch.empty(rows, weight.shape[1], dtype=dtype)
             hopper.fc2_dgrad_activation(dy, w2, h, ends, ends, probs, None, activation, True, True, tiles)
+            hopper.fc2_dgrad_activation(dy, w2, h, ends, ends, probs, None, activation, True, True, tiles, index)
         gated = torch.empty(rows, 2 * inner, dtype=dtype)
-        hopper.fc2_dgrad_activation(dy, w2, gated, ends, ends, None, None, "swiglu", False, False, tiles)
+        for rows_of_dy in (None, index):
+            hopper.fc2_dgrad_activation(
+                dy, w2, gated, ends, ends, None, None, "swiglu", False, False, tiles, rows_of_dy
+            )  # fmt: skip
         a = torch.empty(rows, inner, dtype=dtype)
         hopper.k_grouped_gemm(x, a, ends, ends, dtype)
+        for indices in ((index, None), (None, index)):
+            hopper.k_grouped_gemm(x, a, ends, ends, dtype, *indices)
         wide = torch.empty(rows, 132 * 128, dtype=dtype)  # more tiles than programs: no expert in pieces
         hopper.k_grouped_gemm(wide, a, ends, ends, dtype)
+        for indices in ((index, None), (None, index)):
+            hopper.k_grouped_gemm(wide, a, ends, ends, dtype, *indices)
         sum_of = torch.empty(1, hidden, inner)  # of one expert: many rows
         hopper.k_grouped_gemm_accumulate(sum_of, x, a, ends[:1], ends[:1])
     many = torch.empty(experts, 4104, hidden, dtype=dtype)  # columns, for which tiles are in other groups

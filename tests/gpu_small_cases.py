@@ -22,12 +22,13 @@ from exact import (
     exact_route,
     exact_scaled_activation,
     exact_scaled_activation_backward,
+    plain_activation,
 )
 from inputs import Layout, contiguous, masked, padded, randn, random_rows
 from layer import by_layer, by_loop
 from torch import Tensor
 
-from grouped_experts import GroupedMLP, RowRanges
+from grouped_experts import GroupedMLP, RowRanges, routed_experts
 from grouped_experts.ops import (
     fc1_activation,
     fc2_dgrad_activation,
@@ -123,6 +124,52 @@ def sums(counts: list[int], device: str) -> None:
     assert error <= 2**-18 * float(product.norm()), f"k_grouped_gemm_accumulate: error {error:.3g}"
 
 
+def rows_of_an_index(layout: Layout, num_source: int, hidden: int, inner: int, device: str) -> None:
+    """The ops whose rows are among those of a source, at its ends too; anything stands for rows of no expert."""
+    bounds, rows = layout.bounds, layout.rows(device)
+    index = torch.randint(0, num_source, (layout.num_rows,), dtype=torch.int32)
+    index[[start for start, end in bounds if start < end]] = torch.tensor([0, num_source - 1], dtype=torch.int32)
+    index[layout.unowned()] = 2**31 - 1
+    x, da = (randn(num_source, n, dtype=BF16, device="cpu") for n in (hidden, inner))
+    w = randn(layout.num_experts, inner, hidden, dtype=BF16, device="cpu")
+    x_, da_, w_, index_ = (t.to(device) for t in (x, da, w, index))
+    x, da = (t[index.long().clamp(max=num_source - 1)] for t in (x, da))
+    y = m_grouped_gemm(x_, w_, rows, row_index=index_)
+    close("m_grouped_gemm of an index", y, exact_m_grouped(x, w, bounds), BF16)
+    product = eager_k_grouped(x.double(), da.double(), bounds)
+    c = torch.ones(product.shape, device=device)
+    k_grouped_gemm_accumulate(c, x_, da_, rows, a_index=index_, b_index=index_)
+    error = float((c.cpu() - product - 1).norm())
+    assert error <= 2**-16 * float(product.norm()), f"k_grouped_gemm_accumulate of an index: error {error:.3g}"
+    c = k_grouped_gemm(x_, da_, rows, a_index=index_, b_index=index_)
+    close("k_grouped_gemm of an index", c, product, BF16)
+    total = k_grouped_sum(x_, rows, row_index=index_)
+    close("k_grouped_sum of an index", total, exact_k_grouped_sum(x, bounds), BF16)
+
+
+def routed(tokens: int, hidden: int, inner: int, choices: int, num_experts: int, device: str) -> None:
+    """A step of the routed layer, with biases; the id num_experts is nobody's, and the last expert is idle."""
+    ids = torch.randint(0, num_experts, (tokens, choices))
+    ids[ids == num_experts - 1] = num_experts
+    shapes = ((2 * inner, hidden), (hidden, inner), (2 * inner,), (hidden,))
+    weights = [0.3 * randn(num_experts, *shape, dtype=FP32, device="cpu") for shape in shapes]
+    x, dy, probs = (randn(tokens, n, dtype=FP32, device="cpu") for n in (hidden, hidden, choices))
+    given = [t.to(BF16) for t in (x, *weights)] + [probs]
+    leaves = [t.to(device).requires_grad_() for t in given]
+    y = routed_experts(leaves[0], ids.to(device), leaves[-1], *leaves[1:-1])
+    actual = [y, *torch.autograd.grad(y, leaves, dy.to(device, BF16))]
+    exact = [t.double().requires_grad_() for t in given]
+    x, w1, w2, b1, b2, probs = exact
+    total = torch.zeros_like(x)
+    for e in range(num_experts):
+        a = plain_activation(x @ w1[e].T + b1[e], "swiglu")
+        total = total + torch.where(ids == e, probs, 0).sum(1, keepdim=True) * (a @ w2[e].T + b2[e])
+    expected = [total.detach(), *torch.autograd.grad(total, exact, dy.to(BF16).double())]
+    names = ("y", "x", "fc1_weight", "fc2_weight", "fc1_bias", "fc2_bias", "probs")
+    for name, result, value in zip(names, actual, expected, strict=True):
+        close(f"routed_experts {name}", result, value, BF16)
+
+
 def layer(
     layout: Layout,
     counts: list[int],
@@ -191,6 +238,14 @@ def main(device: str = "cuda") -> None:
     layer(masked([130, 0, 199], 201), [130, 0, 199], 264, 136, 201, device, activation="squared_relu")
     sums([2100, 0, 900], device)  # on 132 processors one expert is in two pieces, and tiles are claimed
     there_and_back(tokens=13, hidden=33, choices=3, num_experts=4, device=device)
+    there_and_back(tokens=1401, hidden=8, choices=3, num_experts=70, device=device)  # more slots than one kernel sorts
+    rows_of_an_index(contiguous([0, 18, 1], spare=3), 7, 33, 9, device)
+    rows_of_an_index(contiguous([700, 0, 1300], spare=3), 500, 72, 40, device)  # a row in the loads of Gluon's kernels
+    rows_of_an_index(contiguous([700, 0, 1300], spare=3), 5000, 72, 520, device)  # or copied before
+    routed(13, 33, 7, 3, 4, device)
+    routed(403, 40, 24, 2, 5, device)
+    routed(403, 264, 136, 2, 5, device)
+    routed(403, 72, 520, 2, 5, device)
     if device == "cuda":
         torch.cuda.synchronize()
     print("ok")

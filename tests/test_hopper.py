@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -70,28 +69,6 @@ def close(actual: Tensor, exact: Tensor) -> None:
     """Within three roundings of the norm of each row, or of each expert's weight."""
     error, size = ((t.double()).flatten(1).norm(dim=1) for t in (actual.double() - exact, exact))
     assert bool((error <= 3 * torch.finfo(actual.dtype).eps / 2 * size).all()), (error / size).max()
-
-
-class Messages(logging.Handler):
-    """What was logged while it was attached."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.seen.append(record.getMessage())
-
-
-@pytest.fixture
-def paths() -> Iterator[list[str]]:
-    """The debug log that tells which kernels a call took."""
-    logger, messages = logging.getLogger("grouped_experts.ops.hopper.dispatch"), Messages()
-    logger.addHandler(messages)
-    logger.setLevel(logging.DEBUG)
-    yield messages.seen
-    logger.setLevel(logging.NOTSET)
-    logger.removeHandler(messages)
 
 
 def test_a_hopper_gpu_takes_them() -> None:

@@ -2,6 +2,16 @@
 
 from grouped_experts.nn.grouped_mlp import GroupedMLP, backward_dw, check_no_pending_wgrads
 from grouped_experts.nn.moe import MoE, MoEOutput
+from grouped_experts.nn.routed import routed_experts
 from grouped_experts.nn.router import Router, RouterOutput
 
-__all__ = ["GroupedMLP", "MoE", "MoEOutput", "Router", "RouterOutput", "backward_dw", "check_no_pending_wgrads"]
+__all__ = [
+    "GroupedMLP",
+    "MoE",
+    "MoEOutput",
+    "Router",
+    "RouterOutput",
+    "backward_dw",
+    "check_no_pending_wgrads",
+    "routed_experts",
+]

@@ -21,42 +21,54 @@ from grouped_experts.rows import RowRanges
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightGradient:
-    """dW_e = left_r^T right_r, in `dtype`."""
+    """dW_e = left_r^T right_r, in `dtype`. With an index, row r of an operand is its row index[r]."""
 
     left: Tensor
     right: Tensor
     rows: RowRanges
     dtype: torch.dtype
+    left_index: Tensor | None = None
+    right_index: Tensor | None = None
 
     def compute(self) -> Tensor:
-        return k_grouped_gemm_op(self.left, self.right, self.rows.starts, self.rows.ends, self.dtype)
+        starts, ends = self.rows.starts, self.rows.ends
+        return k_grouped_gemm_op(
+            self.left, self.right, starts, ends, self.dtype, self.left_index, self.right_index
+        )  # fmt: skip
 
     def accumulate(self, total: Tensor) -> None:
-        k_grouped_gemm_accumulate_op(total, self.left, self.right, self.rows.starts, self.rows.ends)
+        starts, ends = self.rows.starts, self.rows.ends
+        k_grouped_gemm_accumulate_op(total, self.left, self.right, starts, ends, self.left_index, self.right_index)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.left, self.right, self.rows.starts, self.rows.ends
+        return _present(self.left, self.right, self.rows.starts, self.rows.ends, self.left_index, self.right_index)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BiasGradient:
-    """db_e = sum of scale_r * left_r, in `dtype`; scale None means ones."""
+    """db_e = sum of scale_r * left_r, in `dtype`; scale None means ones, left_index as in `WeightGradient`."""
 
     left: Tensor
     scale: Tensor | None
     rows: RowRanges
     dtype: torch.dtype
+    left_index: Tensor | None = None
 
     def compute(self) -> Tensor:
-        return k_grouped_sum_op(self.left, self.rows.starts, self.rows.ends, self.scale, self.dtype)
+        return self._sum(self.dtype)
 
     def accumulate(self, total: Tensor) -> None:
-        dtype = torch.promote_types(torch.float32, self.dtype)  # rounded once, with the sum
-        total += k_grouped_sum_op(self.left, self.rows.starts, self.rows.ends, self.scale, dtype)
+        total += self._sum(torch.promote_types(torch.float32, self.dtype))  # rounded once, with the sum
+
+    def _sum(self, dtype: torch.dtype) -> Tensor:
+        return k_grouped_sum_op(self.left, self.rows.starts, self.rows.ends, self.scale, dtype, self.left_index)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        scale = () if self.scale is None else (self.scale,)
-        return self.left, *scale, self.rows.starts, self.rows.ends
+        return _present(self.left, self.rows.starts, self.rows.ends, self.scale, self.left_index)
+
+
+def _present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(t for t in tensors if t is not None)
 
 
 class PendingGradient:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from grouped_experts.activations import get_activation
-from grouped_experts.nn.autocast import autocast_dtype
 from grouped_experts.nn.deferred import WgradQueue, deliver
-from grouped_experts.nn.function import Deferral, GroupedMLPFunction, Weights
-from grouped_experts.ops.checks import check_device, check_float, check_row_vector, check_rows, check_shape
+from grouped_experts.nn.function import Deferral, Weights, apply_experts
+from grouped_experts.nn.inputs import check_routing, check_weights, compute_dtype, is_dtensor, routed_ranges
+from grouped_experts.ops.checks import check_float, check_row_vector, check_rows, check_shape
+from grouped_experts.ops.permute import Routing
 from grouped_experts.ops.schedule import scheduled_ranges
 from grouped_experts.rows import Counts, RowRanges
 
@@ -78,7 +79,9 @@ class GroupedMLP(nn.Module):
             if bias is not None:
                 bias.uniform_(-bound, bound)
 
-    def forward(self, x: Tensor, tokens_per_expert: Counts | RowRanges, probs: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens_per_expert: Counts | RowRanges | Routing, probs: Tensor | None = None
+    ) -> Tensor:
         """x (T, H), its rows sorted by expert, or (E, C, H) with capacity C (masked layout) -> y, the shape of x.
 
         tokens_per_expert: rows of each expert, a list of int or an integer tensor (E,) on the CPU or on the device of
@@ -86,31 +89,39 @@ class GroupedMLP(nn.Module):
         belong to no expert.
         probs: (T,), or (E, C), the router prob of each row in any floating dtype; ones if not given.
 
+        With a Routing (`grouped_experts.ops.route`), x (T, H) are tokens in any order and probs (T, k) those of their
+        choices: y_t = sum_j p_tj MLP_e(x_t) over the experts e that the token chose, as `routed_experts` does it.
+
         Under autocast, computes in and returns autocast's dtype (but for fp64). Outside, in the dtype of x, to which
         weights of a wider dtype are converted; their gradients come in their own dtype.
         Raises ValueError for counts, shapes or devices and TypeError for dtypes that do not fit.
         """
         weights = Weights(self.fc1_weight, self.fc2_weight, self.fc1_bias, self.fc2_bias)
         check_float("x", x)
-        masked = x.dim() == 3
+        masked = x.dim() == 3 and not isinstance(tokens_per_expert, Routing)
         check_shape("x", x, self._shape_of_x(masked), "(E, C, H)" if masked else "(T, H)")
         x_rows = x.flatten(0, 1) if masked else x
-        if probs is not None:
-            check_float("probs", probs)
-            check_shape("probs", probs, tuple(x.shape[:-1]), "(E, C)" if masked else "(T,)")
-            probs = probs.flatten() if masked else probs
-            check_row_vector("probs", probs, x_rows.shape[0], like=x)
-        self._check_weights(weights, x)
-        dtype = _compute_dtype(x, weights)
-        rows, tiles = self._row_ranges(x, tokens_per_expert, x_rows.shape[0], dtype)
+        check_weights(weights, self.activation, self.num_experts, self.hidden_size, self.intermediate_size, like=x)
+        dtype = compute_dtype(x, weights)
+        if isinstance(tokens_per_expert, Routing):
+            routing = tokens_per_expert
+            check_routing(routing, x, probs, self.num_experts, "routing.slot_to_row", "probs")
+            rows, tiles = routed_ranges(routing, dtype)
+        else:
+            routing = None
+            if probs is not None:
+                check_float("probs", probs)
+                check_shape("probs", probs, tuple(x.shape[:-1]), "(E, C)" if masked else "(T,)")
+                probs = probs.flatten() if masked else probs
+                check_row_vector("probs", probs, x_rows.shape[0], like=x)
+            rows, tiles = self._row_ranges(x, tokens_per_expert, x_rows.shape[0], dtype)
+        given = (x_rows, probs, rows, tiles, routing)
         if self.defer_wgrad and torch.is_grad_enabled() and any(weights.need_grad()):
             # The queue is a side effect. Not as a decorator: that loads the compiler, and Triton, at import (1 s).
             run = torch.compiler.disable(self._deferred) if torch.compiler.is_compiling() else self._deferred
-            y = run(x_rows, probs, rows, tiles, weights, dtype)
+            y = run(*given, weights, dtype)
         else:
-            y = GroupedMLPFunction.apply(  # type: ignore[no-untyped-call]
-                x_rows, probs, *weights, None, rows, tiles, self.activation, dtype, None
-            )
+            y = apply_experts(*given, weights, self.activation, dtype)
         return y.view(x.shape) if masked else y  # no view where none is needed: y may be changed in place
 
     def _deferred(
@@ -119,28 +130,14 @@ class GroupedMLP(nn.Module):
         probs: Tensor | None,
         rows: RowRanges,
         tiles: Tensor | None,
+        routing: Routing | None,
         weights: Weights,
         dtype: torch.dtype,
     ) -> Tensor:
-        detached = (None if w is None else w.detach() for w in weights)
+        detached = weights.detached()
         deferral = Deferral(self._wgrad_queue, weights)
         anchor = deferral.anchor(x.device)
-        return GroupedMLPFunction.apply(  # type: ignore[no-untyped-call]
-            x, probs, *detached, anchor, rows, tiles, self.activation, dtype, deferral
-        )
-
-    def _check_weights(self, weights: Weights, x: Tensor) -> None:
-        """Weights may come from elsewhere (`torch.func.functional_call`, parametrisations): of the module's shapes."""
-        width = get_activation(self.activation).width(self.intermediate_size)
-        shapes = ((width, self.hidden_size), (self.hidden_size, self.intermediate_size), (width,), (self.hidden_size,))
-        for name, weight, shape in zip(Weights._fields, weights, shapes, strict=True):
-            if weight is None:
-                continue
-            if _is_dtensor(weight):
-                raise TypeError(f"{name}: wanted a plain tensor, got a DTensor: unwrap it (as fully_shard does) first")
-            check_float(name, weight)
-            check_shape(name, weight, (self.num_experts, *shape), "(E, ...)")
-            check_device(name, weight, like=x)
+        return apply_experts(x, probs, rows, tiles, routing, detached, self.activation, dtype, anchor, deferral)
 
     def _shape_of_x(self, masked: bool) -> tuple[int | None, ...]:
         return (self.num_experts, None, self.hidden_size) if masked else (None, self.hidden_size)
@@ -200,7 +197,7 @@ def backward_dw(model: nn.Module) -> None:
         for pending in layer._wgrad_queue.pending():
             # The registered parameter: reading the attribute would run its parametrization.
             now = layer._parameters.get(pending.name)
-            if _is_dtensor(now) and not _is_dtensor(pending.weight):
+            if is_dtensor(now) and not is_dtensor(pending.weight):
                 raise RuntimeError(
                     f"backward_dw: {pending.name} is a DTensor now but was a plain tensor in its forward: FSDP2 has "
                     "already reduced this backward's gradients. Call backward_dw before that, from a tensor hook on an "
@@ -226,22 +223,3 @@ def check_no_pending_wgrads(model: nn.Module) -> None:
 
 def _deferred_layers(model: nn.Module) -> Iterator[GroupedMLP]:
     return (m for m in model.modules() if isinstance(m, GroupedMLP) and m.pending_wgrads)
-
-
-def _is_dtensor(tensor: Tensor | None) -> bool:
-    # By its attribute: importing torch.distributed.tensor for an isinstance takes longer than the rest of the package.
-    return hasattr(tensor, "device_mesh")
-
-
-def _compute_dtype(x: Tensor, weights: Weights) -> torch.dtype:
-    """The dtype that the products run in: autocast's, or that of x, which the weights must not be narrower than."""
-    dtype = autocast_dtype(x)
-    if dtype is not None:
-        return dtype
-    for name, weight in zip(Weights._fields, weights, strict=True):
-        if weight is not None and torch.promote_types(weight.dtype, x.dtype) != weight.dtype:
-            raise TypeError(
-                f"{name}: wanted the dtype of x, {x.dtype}, or a wider one, got {weight.dtype}: "
-                "convert x, or use autocast"
-            )
-    return x.dtype

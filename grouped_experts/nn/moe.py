@@ -1,4 +1,4 @@
-"""MoE: a whole Mixture-of-Experts layer, router -> permute -> GroupedMLP -> combine."""
+"""MoE: a whole Mixture-of-Experts layer, router -> GroupedMLP on the rows that it routes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grouped_experts.nn.autocast import autocast_dtype
 from grouped_experts.nn.grouped_mlp import GroupedMLP
 from grouped_experts.nn.router import Router
 from grouped_experts.ops.checks import check_float
-from grouped_experts.ops.permute import permute, unpermute
+from grouped_experts.ops.permute import route_rows
 from grouped_experts.rows import RowRanges
 
 
@@ -96,14 +96,12 @@ class MoE(nn.Module):
             raise ValueError(f"x: wanted shape (..., H) = (..., {hidden_size}), got {tuple(x.shape)}")
         tokens = x.reshape(-1, hidden_size)
         routed = self.router(tokens)
-        tokens = tokens.to(
-            autocast_dtype(tokens) or tokens.dtype
-        )  # before the permutation, which then moves half as much
-        permuted = permute(tokens, routed.top_k_ids, routed.top_k_probs, self.router.num_experts)
-        y = unpermute(self.experts(permuted.x, permuted.counts, permuted.probs), permuted.routing)
+        tokens = tokens.to(autocast_dtype(tokens) or tokens.dtype)  # once for all experts
+        routing = route_rows(routed.top_k_ids, self.router.num_experts, tokens.dtype)
+        y = self.experts(tokens, routing, routed.top_k_probs)
         if self.shared_expert is not None:
             y = y + self.shared_expert(tokens, _one_range(tokens))
-        return MoEOutput(y.reshape(x.shape), routed.load_balancing_loss, permuted.counts)
+        return MoEOutput(y.reshape(x.shape), routed.load_balancing_loss, routing.counts)
 
 
 def _one_range(x: Tensor) -> RowRanges:

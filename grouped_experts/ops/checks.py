@@ -1,6 +1,6 @@
 """Checks of the public ops' arguments: raised once, with the name, what was wanted and what came.
 
-Nothing here reads a value of a tensor: shapes, dtypes and devices only.
+Nothing here reads a value of a tensor on a device: shapes, dtypes and devices only.
 """
 
 from __future__ import annotations
@@ -50,6 +50,25 @@ def check_row_vector(name: str, tensor: Tensor, num_rows: int, like: Tensor) -> 
 def check_device(name: str, tensor: Tensor, like: Tensor) -> None:
     if tensor.device != like.device:
         raise ValueError(f"{name}: wanted a tensor on {like.device}, got one on {tensor.device}")
+
+
+def check_row_index(name: str, index: Tensor, source: Tensor, rows: RowRanges) -> None:
+    """Which row of `source` every row is. On the CPU, but in compiled code, those of the experts' rows are checked."""
+    if not isinstance(index, Tensor):
+        raise TypeError(f"{name}: wanted a tensor, got {type(index).__name__}")
+    if index.dtype != torch.int32:
+        raise TypeError(f"{name}: wanted dtype int32, got {index.dtype}")
+    check_shape(name, index, (None,), "(R,)")
+    if not index.is_contiguous():
+        raise ValueError(f"{name}: wanted a contiguous tensor, got strides {index.stride()}")
+    check_device(name, index, like=source)
+    if index.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    for start, end in zip(rows.starts.tolist(), rows.ends.tolist(), strict=True):
+        owned = index[max(start, 0) : max(end, 0)]
+        if owned.numel() and not (int(owned.min()) >= 0 and int(owned.max()) < source.shape[0]):
+            low, high = int(owned.min()), int(owned.max())
+            raise ValueError(f"{name}: wanted rows from 0 to {source.shape[0] - 1}, got {low} to {high}")
 
 
 def check_rows(rows: RowRanges, num_experts: int | None, like: Tensor) -> None:

@@ -13,10 +13,17 @@ from torch import Tensor
 from grouped_experts.activations import get_activation
 from grouped_experts.ops import reference
 from grouped_experts.ops.activation import check_h
-from grouped_experts.ops.checks import check_float, check_matrix, check_row_vector, check_rows, check_shape
+from grouped_experts.ops.checks import (
+    check_float,
+    check_matrix,
+    check_row_index,
+    check_row_vector,
+    check_rows,
+    check_shape,
+)
 from grouped_experts.ops.families import by_family
 from grouped_experts.registration import define_op, refuse_gradient
-from grouped_experts.rows import RowRanges
+from grouped_experts.rows import RowRanges, num_rows
 
 
 def fc1_activation(
@@ -27,11 +34,13 @@ def fc1_activation(
     fc1_bias: Tensor | None = None,
     *,
     activation: str = "swiglu",
+    row_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """h[r] = x[r] @ W1_e.T (+ b1_e), rounded; a[r] = p[r] * act(h[r]), computed in fp32 from the rounded h.
 
     x (T, H); fc1_weight (E, 2I, H), or (E, I, H) without a gate; fc1_bias (E, 2I), or (E, I): one dtype of bf16 |
     fp16 | fp32 | fp64. probs (T,) in any floating dtype, ones if not given.
+    row_index (R,) int32: as in `m_grouped_gemm`, x[row_index[r]] is row r; probs, h and a are of R rows then.
 
     Returns h (T, 2I) or (T, I), and a (T, I), in the dtype of x; both undefined in rows of no expert.
     Raises ValueError for a shape, device or unknown activation, TypeError for a dtype that does not fit.
@@ -46,10 +55,12 @@ def fc1_activation(
     check_rows(rows, fc1_weight.shape[0], like=x)
     if fc1_bias is not None:
         check_matrix("fc1_bias", fc1_bias, tuple(fc1_weight.shape[:2]), "(E, 2I)" if act.gated else "(E, I)", like=x)
+    if row_index is not None:
+        check_row_index("row_index", row_index, x, rows)
     if probs is not None:
-        check_row_vector("probs", probs, x.shape[0], like=x)
+        check_row_vector("probs", probs, num_rows(x, row_index), like=x)
     _refuse_gradients("fc1_activation", x, fc1_weight, fc1_bias, probs)
-    return fc1_activation_op(x, fc1_weight, rows.starts, rows.ends, fc1_bias, probs, activation, None)
+    return fc1_activation_op(x, fc1_weight, rows.starts, rows.ends, fc1_bias, probs, activation, None, row_index)
 
 
 def fc2_dgrad_activation(
@@ -61,12 +72,14 @@ def fc2_dgrad_activation(
     fc2_bias: Tensor | None = None,
     *,
     activation: str = "swiglu",
+    row_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """da = dy W2_e stays in fp32; dh = act'(h) (p * da), a = p * act(h), dprobs[r] = sum_j da_j act(h)_j (+ dy . b2_e).
 
     On a CPU, da of bf16 and fp16 is rounded once, as PyTorch's products come there (`grouped_experts.ops.reference`).
     dy (T, H), fc2_weight (E, H, I), h (T, 2I), or (T, I) without a gate, fc2_bias (E, H): one dtype. probs (T,) in any
     floating dtype, ones if not given. a is that of `fc1_activation`, bit for bit.
+    row_index (R,) int32: as in `m_grouped_gemm`, dy[row_index[r]] is row r; everything else is of R rows then.
 
     Returns dh (the shape of h) and a (T, I) in the dtype of h, both undefined in rows of no expert, and dprobs (T,) in
     fp32 (fp64 for fp64), zero there, summed in a fixed order. Raises as `fc1_activation` does.
@@ -77,13 +90,15 @@ def fc2_dgrad_activation(
     check_matrix("fc2_weight", fc2_weight, (None, dy.shape[1], None), "(E, H, I)", like=dy)
     check_rows(rows, fc2_weight.shape[0], like=dy)
     width = act.width(fc2_weight.shape[2])
-    check_matrix("h", h, (dy.shape[0], width), "(T, 2I)" if act.gated else "(T, I)", like=dy)
+    if row_index is not None:
+        check_row_index("row_index", row_index, dy, rows)
+    check_matrix("h", h, (num_rows(dy, row_index), width), "(T, 2I)" if act.gated else "(T, I)", like=dy)
     check_h(h, act, probs, rows)
     if fc2_bias is not None:
         check_matrix("fc2_bias", fc2_bias, tuple(fc2_weight.shape[:2]), "(E, H)", like=dy)
     _refuse_gradients("fc2_dgrad_activation", dy, fc2_weight, h, fc2_bias, probs)
     return fc2_dgrad_activation_op(
-        dy, fc2_weight, h, rows.starts, rows.ends, probs, fc2_bias, activation, True, True, None
+        dy, fc2_weight, h, rows.starts, rows.ends, probs, fc2_bias, activation, True, True, None, row_index
     )
 
 
@@ -104,10 +119,11 @@ def _fake_fc1_activation(
     probs: Tensor | None,
     activation: str,
     tiles: Tensor | None = None,
+    row_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     width = fc1_weight.shape[1]
-    h = x.new_empty(x.shape[0], width)
-    return h, x.new_empty(x.shape[0], width // get_activation(activation).width(1))
+    h = x.new_empty(num_rows(x, row_index), width)
+    return h, x.new_empty(h.shape[0], width // get_activation(activation).width(1))
 
 
 def _fake_fc2_dgrad_activation(
@@ -122,6 +138,7 @@ def _fake_fc2_dgrad_activation(
     need_a: bool,
     need_dprobs: bool,
     tiles: Tensor | None = None,
+    row_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     a = h.new_empty(h.shape[0] if need_a else 0, fc2_weight.shape[2])
     dprobs = h.new_empty(h.shape[0] if need_dprobs else 0, dtype=reference.accumulation_dtype(h.dtype))
@@ -130,13 +147,14 @@ def _fake_fc2_dgrad_activation(
 
 fc1_activation_op = define_op(
     "fc1_activation(Tensor x, Tensor fc1_weight, Tensor starts, Tensor ends, Tensor? fc1_bias, Tensor? probs,"
-    " str activation, Tensor? tiles=None) -> (Tensor, Tensor)",
+    " str activation, Tensor? tiles=None, Tensor? row_index=None) -> (Tensor, Tensor)",
     implementation=by_family("fc1_activation"),
     fake=_fake_fc1_activation,
 )
 fc2_dgrad_activation_op = define_op(
     "fc2_dgrad_activation(Tensor dy, Tensor fc2_weight, Tensor h, Tensor starts, Tensor ends, Tensor? probs,"
-    " Tensor? fc2_bias, str activation, bool need_a, bool need_dprobs, Tensor? tiles=None) -> (Tensor, Tensor, Tensor)",
+    " Tensor? fc2_bias, str activation, bool need_a, bool need_dprobs, Tensor? tiles=None, Tensor? row_index=None)"
+    " -> (Tensor, Tensor, Tensor)",
     implementation=by_family("fc2_dgrad_activation"),
     fake=_fake_fc2_dgrad_activation,
 )

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from grouped_experts.ops.checks import check_float, check_matrix, check_row_vector, check_rows, check_shape
+from grouped_experts.ops.checks import (
+    check_float,
+    check_matrix,
+    check_row_index,
+    check_row_vector,
+    check_rows,
+    check_shape,
+)
 from grouped_experts.ops.families import by_family
 from grouped_experts.registration import define_op
-from grouped_experts.rows import RowRanges
+from grouped_experts.rows import RowRanges, num_rows
 
 
 def m_grouped_gemm(
@@ -18,6 +25,7 @@ def m_grouped_gemm(
     *,
     bias_scale: Tensor | None = None,
     transpose_w: bool = True,
+    row_index: Tensor | None = None,
 ) -> Tensor:
     """y[r] = x[r] @ w[e].T (+ bias_scale[r] * bias[e]) for every row r of expert e; zero for rows of no expert.
 
@@ -25,6 +33,9 @@ def m_grouped_gemm(
     w (E, N, K) in the dtype of x ("nt"), or with transpose_w=False (E, K, N), y[r] = x[r] @ w[e] ("nn").
     rows: the rows of every expert.
     bias (E, N) in the dtype of x; bias_scale (T,) in any floating dtype, ones if not given.
+    row_index (R,) int32, contiguous: which row of x is multiplied as row r, y[r] = x[row_index[r]] @ w[e].T. Then rows,
+    bias_scale and y are of R rows. Of rows of no expert it may be anything. Indices that leave x raise ValueError on
+    the CPU; on a device they are not read on the host, and such a row is undefined.
 
     Returns y (T, N) in the dtype of x, accumulated in fp32 (fp64 for fp64), rounded once. Differentiable in x, w, bias
     and bias_scale. Raises ValueError for a shape or device, TypeError for a dtype that does not fit.
@@ -39,11 +50,13 @@ def m_grouped_gemm(
     check_rows(rows, w.shape[0], like=x)
     if bias is not None:
         check_matrix("bias", bias, (w.shape[0], w.shape[1 if transpose_w else 2]), "(E, N)", like=x)
+    if row_index is not None:
+        check_row_index("row_index", row_index, x, rows)
     if bias_scale is not None:
         if bias is None:
             raise ValueError("bias_scale: wanted a bias beside it, got none")
-        check_row_vector("bias_scale", bias_scale, x.shape[0], like=x)
-    return m_grouped_gemm_op(x, w, rows.starts, rows.ends, bias, bias_scale, transpose_w, None)
+        check_row_vector("bias_scale", bias_scale, num_rows(x, row_index), like=x)
+    return m_grouped_gemm_op(x, w, rows.starts, rows.ends, bias, bias_scale, transpose_w, None, row_index)
 
 
 def _fake(
@@ -55,13 +68,16 @@ def _fake(
     bias_scale: Tensor | None,
     transpose_w: bool,
     tiles: Tensor | None = None,
+    row_index: Tensor | None = None,
+    zero_gaps: bool = True,
 ) -> Tensor:
-    return x.new_empty(x.shape[0], w.shape[1 if transpose_w else 2])
+    return x.new_empty(num_rows(x, row_index), w.shape[1 if transpose_w else 2])
 
 
+# zero_gaps: whether rows of no expert are zero, or undefined.
 m_grouped_gemm_op = define_op(
     "m_grouped_gemm(Tensor x, Tensor w, Tensor starts, Tensor ends, Tensor? bias, Tensor? bias_scale, bool transpose_w,"
-    " Tensor? tiles=None) -> Tensor",
+    " Tensor? tiles=None, Tensor? row_index=None, bool zero_gaps=True) -> Tensor",
     implementation=by_family("m_grouped_gemm"),
     fake=_fake,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,9 @@ from torch import Tensor
 from grouped_experts.ops import reference
 from grouped_experts.ops.checks import check_device, check_float, check_shape
 from grouped_experts.ops.families import by_family
+from grouped_experts.ops.schedule import unscheduled_ranges, unwritten_schedule
 from grouped_experts.registration import define_gradient, define_op
+from grouped_experts.rows import RowRanges
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,11 +24,26 @@ class Routing:
 
     counts (E,): rows of each expert. slot_to_row (T, k): the row of a slot, -1 for an id that is no expert.
     row_to_slot (T * k,): the slot t * k + j of a row, -1 behind the last expert's rows.
+    What a layer goes on with may be known as well: tokens, what `row_to_token` returns; the rows of the experts, and
+    their tiles for kernels.
     """
 
     counts: Tensor
     slot_to_row: Tensor
     row_to_slot: Tensor
+    tokens: Tensor | None = None
+    rows: RowRanges | None = None
+    tiles: Tensor | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return self.counts.shape[0]
+
+    def row_to_token(self) -> Tensor:
+        """(T * k,) int32: the token of a row, -1 behind the last expert's rows."""
+        if self.tokens is not None:
+            return self.tokens
+        return torch.div(self.row_to_slot, max(1, self.slot_to_row.shape[1]), rounding_mode="floor")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +67,18 @@ def route(top_k_ids: Tensor, num_experts: int) -> Routing:
     device, where they are not read, they count as such a mark. Raises TypeError for another dtype, ValueError for
     another dimension or num_experts < 1.
     """
+    _check_ids(top_k_ids, num_experts)
+    return Routing(*route_op(top_k_ids, num_experts))
+
+
+def route_rows(top_k_ids: Tensor, num_experts: int, dtype: torch.dtype) -> Routing:
+    """`route`, with all that a layer goes on with, for products in `dtype`: on a GPU in one kernel for few slots."""
+    _check_ids(top_k_ids, num_experts)
+    counts, slot_to_row, row_to_slot, tokens, starts, ends, tiles = route_rows_op(top_k_ids, num_experts, dtype)
+    return Routing(counts, slot_to_row, row_to_slot, tokens, RowRanges(starts, ends), tiles)
+
+
+def _check_ids(top_k_ids: Tensor, num_experts: int) -> None:
     if not isinstance(top_k_ids, Tensor):
         raise TypeError(f"top_k_ids: wanted a tensor, got {type(top_k_ids).__name__}")
     if top_k_ids.dtype not in (torch.int32, torch.int64):
@@ -55,7 +86,6 @@ def route(top_k_ids: Tensor, num_experts: int) -> Routing:
     check_shape("top_k_ids", top_k_ids, (None, None), "(T, k)")
     if num_experts < 1:
         raise ValueError(f"num_experts: wanted an int >= 1, got {num_experts}")
-    return Routing(*route_op(top_k_ids, num_experts))
 
 
 def permute(x: Tensor, top_k_ids: Tensor, top_k_probs: Tensor, num_experts: int) -> Permuted:
@@ -95,12 +125,24 @@ def unpermute(y: Tensor, routing: Routing) -> Tensor:
     return unpermute_op(y, routing.slot_to_row, routing.row_to_slot)
 
 
-def _route(top_k_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    if top_k_ids.device.type == "cpu" and top_k_ids.numel():
-        low, high = (int(bound) for bound in top_k_ids.aminmax())
-        if low < 0 or high > num_experts:
-            raise ValueError(f"top_k_ids: wanted ids from 0 to num_experts = {num_experts}, got {low} to {high}")
-    return reference.route(top_k_ids, num_experts)
+def _with_ids_checked(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Their values too, where they are on the CPU."""
+
+    @functools.wraps(call)
+    def checked(top_k_ids: Tensor, num_experts: int, *rest: Any) -> Any:
+        if top_k_ids.device.type == "cpu" and top_k_ids.numel():
+            low, high = (int(bound) for bound in top_k_ids.aminmax())
+            if low < 0 or high > num_experts:
+                raise ValueError(f"top_k_ids: wanted ids from 0 to num_experts = {num_experts}, got {low} to {high}")
+        return call(top_k_ids, num_experts, *rest)
+
+    return checked
+
+
+def _reference_route_rows(top_k_ids: Tensor, num_experts: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    counts, slot_to_row, row_to_slot = reference.route(top_k_ids, num_experts)
+    tokens = Routing(counts, slot_to_row, row_to_slot).row_to_token()
+    return counts, slot_to_row, row_to_slot, tokens, *unscheduled_ranges(counts, 0, row_to_slot.shape[0], dtype)
 
 
 def _fake_route(top_k_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,10 +154,24 @@ def _fake_route(top_k_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Te
     )
 
 
+def _fake_route_rows(top_k_ids: Tensor, num_experts: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    counts, slot_to_row, row_to_slot = _fake_route(top_k_ids, num_experts)
+    num_rows = row_to_slot.shape[0]
+    starts, ends = torch.empty_like(counts), torch.empty_like(counts)
+    tiles = unwritten_schedule(starts, ends, num_rows, dtype)
+    return counts, slot_to_row, row_to_slot, torch.empty_like(row_to_slot), starts, ends, tiles
+
+
 route_op = define_op(
     "route(Tensor top_k_ids, SymInt num_experts) -> (Tensor, Tensor, Tensor)",
-    implementation=_route,
+    implementation=_with_ids_checked(by_family("route")),
     fake=_fake_route,
+)
+route_rows_op = define_op(
+    "route_rows(Tensor top_k_ids, SymInt num_experts, ScalarType dtype)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    implementation=_with_ids_checked(by_family("route_rows", reference=_reference_route_rows, operands=0)),
+    fake=_fake_route_rows,
 )
 permute_op = define_op(
     "permute(Tensor x, Tensor slot_to_row, Tensor row_to_slot) -> Tensor",
@@ -126,6 +182,13 @@ unpermute_op = define_op(
     "unpermute(Tensor y, Tensor slot_to_row, Tensor row_to_slot) -> Tensor",
     implementation=by_family("unpermute"),
     fake=lambda y, slot_to_row, row_to_slot: y.new_empty(slot_to_row.shape[0], y.shape[1]),
+)
+
+
+gather_rows_op = define_op(
+    "gather_rows(Tensor x, Tensor row_index) -> Tensor",
+    implementation=by_family("gather_rows"),
+    fake=lambda x, row_index: x.new_empty(row_index.shape[0], x.shape[1]),
 )
 
 

@@ -1,7 +1,8 @@
 """Every op in plain torch: what it means, and how it runs on a CPU.
 
 T rows, E experts, H hidden size, I intermediate size; M, N, K inside products. Arguments were checked by the callers.
-The tile schedule, `tiles`, is for kernels: it is not read here.
+The tile schedule, `tiles`, is for kernels: it is not read here. With a row index (R,), row r of an operand is row
+index[r] of the tensor that is given: there are R rows then, and as many tokens as there may be.
 """
 
 from __future__ import annotations
@@ -16,6 +17,15 @@ from grouped_experts.activations import Activation, get_activation, multiply_int
 from grouped_experts.ops.host_ranges import HostRanges, Span, host_ranges
 
 # ---- grouped products
+
+
+def gather_rows(x: Tensor, row_index: Tensor | None) -> Tensor:
+    """x[row_index[r]] as row r; indices are clamped into x, since those of no expert's rows may be anything."""
+    if row_index is None:
+        return x
+    if x.shape[0] == 0:
+        return x.new_zeros(row_index.shape[0], x.shape[1])
+    return x.index_select(0, row_index.clamp(0, x.shape[0] - 1))
 
 
 def row_product(x: Tensor, w: Tensor, ranges: HostRanges, dtype: torch.dtype) -> Tensor:
@@ -62,8 +72,11 @@ def m_grouped_gemm(
     bias_scale: Tensor | None,
     transpose_w: bool,
     tiles: Tensor | None = None,
+    row_index: Tensor | None = None,
+    zero_gaps: bool = True,
 ) -> Tensor:
     """y[r] = x[r] @ w[e].T (or @ w[e]) + bias_scale[r] * bias[e] for the rows r of expert e; zero for rows of none."""
+    x = gather_rows(x, row_index)
     ranges = host_ranges(starts, ends, x.shape[0])
     w = w.transpose(1, 2) if transpose_w else w
     if bias is None:
@@ -80,8 +93,17 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def k_grouped_gemm(a: Tensor, b: Tensor, starts: Tensor, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
+def k_grouped_gemm(
+    a: Tensor,
+    b: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    out_dtype: torch.dtype,
+    a_index: Tensor | None = None,
+    b_index: Tensor | None = None,
+) -> Tensor:
     """c[e] = a[r].T @ b[r] over the rows r of expert e; exact zeros for an expert without rows."""
+    a, b = gather_rows(a, a_index), gather_rows(b, b_index)
     ranges = host_ranges(starts, ends, a.shape[0])
     exact = a.dtype == out_dtype
     if exact and ranges.even is not None:
@@ -100,8 +122,17 @@ def k_grouped_gemm(a: Tensor, b: Tensor, starts: Tensor, ends: Tensor, out_dtype
     return c
 
 
-def k_grouped_gemm_accumulate(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tensor) -> None:
+def k_grouped_gemm_accumulate(
+    c: Tensor,
+    a: Tensor,
+    b: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    a_index: Tensor | None = None,
+    b_index: Tensor | None = None,
+) -> None:
     """c[e] += a[r].T @ b[r] over the rows r of expert e."""
+    a, b = gather_rows(a, a_index), gather_rows(b, b_index)
     ranges = host_ranges(starts, ends, a.shape[0])
     dtype = accumulation_dtype(torch.promote_types(a.dtype, c.dtype))
     for left, right, expert in zip(ranges.cut(a), ranges.cut(b), c.unbind(), strict=True):
@@ -109,8 +140,16 @@ def k_grouped_gemm_accumulate(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, e
             expert += torch.mm(left.to(dtype).t(), right.to(dtype))
 
 
-def k_grouped_sum(a: Tensor, starts: Tensor, ends: Tensor, scale: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def k_grouped_sum(
+    a: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    scale: Tensor | None,
+    out_dtype: torch.dtype,
+    row_index: Tensor | None = None,
+) -> Tensor:
     """c[e] = sum of scale[r] * a[r] over the rows r of expert e."""
+    a = gather_rows(a, row_index)
     ranges = host_ranges(starts, ends, a.shape[0])
     c = a.new_empty(len(ranges), a.shape[1], dtype=out_dtype)
     dtype = accumulation_dtype(a.dtype)
@@ -246,11 +285,12 @@ def fc1_activation(
     probs: Tensor | None,
     activation: str,
     tiles: Tensor | None = None,
+    row_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """h = x W1_e^T + b1_e, rounded; a = p * act(h) of the rounded h. Both undefined in rows of no expert."""
     act = get_activation(activation)
-    ranges = host_ranges(starts, ends, x.shape[0])
-    h = m_grouped_gemm(x, fc1_weight, starts, ends, fc1_bias, None, True)
+    h = m_grouped_gemm(x, fc1_weight, starts, ends, fc1_bias, None, True, row_index=row_index)
+    ranges = host_ranges(starts, ends, h.shape[0])
     a = h.new_empty(h.shape[0], h.shape[1] // 2 if act.gated else h.shape[1])
     scaled_activation_into(a, h, probs, act, ranges.owned)
     return h, a
@@ -268,6 +308,7 @@ def fc2_dgrad_activation(
     need_a: bool,
     need_dprobs: bool,
     tiles: Tensor | None = None,
+    row_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """da = dy W2_e; dh = act'(h) (p * da), a = p * act(h), dprobs = sum_j da_j act(h)_j + dy . b2_e.
 
@@ -275,6 +316,7 @@ def fc2_dgrad_activation(
     The kernels keep da in fp32. Here it is rounded once to the dtype of dy, as PyTorch's CPU products come: those of
     bf16 and fp16 have no fp32 output, and widening the operands instead costs about a tenth of the layer's time.
     """
+    dy = gather_rows(dy, row_index)
     ranges = host_ranges(starts, ends, dy.shape[0])
     dtype = accumulation_dtype(dy.dtype)
     da = row_product(dy, fc2_weight, ranges, dy.dtype)

@@ -10,7 +10,7 @@ from grouped_experts.registration import define_op, implement_op
 from grouped_experts.rows import RowRanges, check_integers, ranges_from_tensor, schedule_size
 
 
-def _unwritten_schedule(starts: Tensor, ends: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
+def unwritten_schedule(starts: Tensor, ends: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
     """The reference loops over the ranges themselves: on a CPU no room is made, on a GPU the size stays the same."""
     size = 0 if starts.device.type == "cpu" else schedule_size(num_rows, starts.shape[0])
     return starts.new_empty(size, 4)
@@ -19,29 +19,29 @@ def _unwritten_schedule(starts: Tensor, ends: Tensor, num_rows: int, dtype: torc
 # Which rows each tile has, for products of `num_rows` rows in `dtype`, which chooses the family that it is made for.
 tile_schedule_op = define_op(
     "tile_schedule(Tensor starts, Tensor ends, SymInt num_rows, ScalarType dtype) -> Tensor",
-    implementation=by_family("tile_schedule", reference=_unwritten_schedule),
-    fake=_unwritten_schedule,
+    implementation=by_family("tile_schedule", reference=unwritten_schedule),
+    fake=unwritten_schedule,
 )
 
 
-def _unscheduled_ranges(
+def unscheduled_ranges(
     counts: Tensor, capacity: int, num_rows: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     starts, ends = ranges_from_tensor(counts, 1, capacity, num_rows, capacity > 0)
-    return starts, ends, _unwritten_schedule(starts, ends, num_rows, dtype)
+    return starts, ends, unwritten_schedule(starts, ends, num_rows, dtype)
 
 
 def _fake_scheduled_ranges(
     counts: Tensor, capacity: int, num_rows: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     starts, ends = (counts.new_empty(counts.shape, dtype=torch.int32) for _ in range(2))
-    return starts, ends, _unwritten_schedule(starts, ends, num_rows, dtype)
+    return starts, ends, unwritten_schedule(starts, ends, num_rows, dtype)
 
 
 # The ranges of counts, contiguous (capacity 0) or masked, and their tiles: what a layer starts with, in one kernel.
 scheduled_ranges_op = define_op(
     "scheduled_ranges(Tensor counts, SymInt capacity, SymInt num_rows, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
-    implementation=by_family("scheduled_ranges", reference=_unscheduled_ranges, operands=0),
+    implementation=by_family("scheduled_ranges", reference=unscheduled_ranges, operands=0),
     fake=_fake_scheduled_ranges,
 )
 

@@ -8,9 +8,12 @@ from grouped_experts.ops.hopper.fc2_dgrad import fc2_dgrad_activation
 from grouped_experts.ops.hopper.k_grouped import k_grouped_gemm, k_grouped_gemm_accumulate
 from grouped_experts.ops.hopper.products import fc1_activation, m_grouped_gemm
 from grouped_experts.ops.portable import (
+    gather_rows,
     k_grouped_sum,
     permute,
     ranges_from_tensor,
+    route,
+    route_rows,
     scaled_activation,
     scaled_activation_backward,
     scheduled_ranges,
@@ -21,12 +24,15 @@ from grouped_experts.ops.portable import (
 __all__ = [
     "fc1_activation",
     "fc2_dgrad_activation",
+    "gather_rows",
     "k_grouped_gemm",
     "k_grouped_gemm_accumulate",
     "k_grouped_sum",
     "m_grouped_gemm",
     "permute",
     "ranges_from_tensor",
+    "route",
+    "route_rows",
     "scaled_activation",
     "scaled_activation_backward",
     "scheduled_ranges",

@@ -20,9 +20,9 @@ def announcements(LISTENERS: gl.constexpr):
 
 
 @gluon.jit
-def announce(turn, a, b, c, d, e, places, announced, heard):
-    """By one warp, once everyone has heard what was said two turns before."""
-    i = gl.arange(0, 8, gl.BlockedLayout([1], [32], [1], [0]))
+def announce(turn, a, b, c, d, e, places, announced, heard, WARPS: gl.constexpr = 1):
+    """By WARPS warps, once everyone has heard what was said two turns before."""
+    i = gl.arange(0, 8, gl.BlockedLayout([1], [32], [WARPS], [0]))
     mbarrier.wait(heard.index(turn % 2), turn // 2 % 2 ^ 1)
     told = gl.where(i == 0, a, gl.where(i == 1, b, gl.where(i == 2, c, gl.where(i == 3, d, e))))
     places.index(turn % 2).store(told)

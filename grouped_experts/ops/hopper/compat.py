@@ -7,6 +7,7 @@ from typing import Any
 from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -22,6 +23,8 @@ def _async_add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) ->
 
 async_add = getattr(tma, "async_atomic_add", None) or _async_add
 
+async_load_by_pointer = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
-__all__ = ["async_add", "async_load", "async_store", "barrier"]
+__all__ = ["async_add", "async_load", "async_load_by_pointer", "async_store", "barrier"]

@@ -14,19 +14,30 @@ from grouped_experts.ops.portable.tiles import row_block
 _log = logging.getLogger(__name__)
 
 
-def is_fast(op: str, num_rows: int, num_experts: int, columns: int, *operands: Tensor, but: str | None = None) -> bool:
+def is_fast(
+    op: str,
+    num_rows: int,
+    num_experts: int,
+    columns: int,
+    *operands: Tensor,
+    indexed: tuple[Tensor | None, ...] = (),
+    but: str | None = None,
+) -> bool:
     """Whether the Gluon kernels take the call; which kernels do, and why, goes to the debug log.
 
-    They take tiles of 128 rows (`row_block`), and operands and outputs that TMA can address. but: what else speaks
-    against them.
+    They take tiles of 128 rows (`row_block`), and operands and outputs that TMA can address. indexed: the row index of
+    each operand, of those that may have one. but: what else speaks against them.
     """
     reason = but
+    gathered = [operand for operand, index in zip(operands, indexed, strict=False) if index is not None]
     if num_experts == 0 or row_block(num_rows, num_experts) != BLOCK_M:
         reason = f"{num_rows} rows for {num_experts} experts are few"
     elif num_rows > MOST_ROWS.value:
         reason = f"{num_rows} rows are many"
     elif columns % 8:
         reason = f"{columns} columns are no multiple of 8"
+    elif any(operand.shape[1] % 8 for operand in gathered):
+        reason = f"rows of {[operand.shape[1] for operand in gathered]} columns, gathered, are not aligned to 16 bytes"
     elif not all(map(suits_tma, operands)):
         reason = f"TMA cannot address {[(tuple(t.shape), t.stride()) for t in operands]}"
     if _log.isEnabledFor(logging.DEBUG):

@@ -20,18 +20,20 @@ from grouped_experts.ops import portable
 from grouped_experts.ops.hopper.descriptors import operand_descriptors
 from grouped_experts.ops.hopper.dispatch import is_fast
 from grouped_experts.ops.hopper.epilogues import load_rows
-from grouped_experts.ops.hopper.m_grouped import multiply, produce, row_tile
+from grouped_experts.ops.hopper.m_grouped import multiply
 from grouped_experts.ops.hopper.pipeline import ring
-from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
+from grouped_experts.ops.hopper.producers import produce, produce_gathered, row_tile
+from grouped_experts.ops.hopper.tiles import BLOCK_M, GATHERED_COLUMNS, Tile, choose_tile
 from grouped_experts.ops.portable.activations import GRADIENTS, VALUES
 from grouped_experts.ops.portable.launch import Kernel, cdiv, contiguous, kernel, num_processors
+from grouped_experts.ops.portable.permute import gather_rows
 from grouped_experts.ops.portable.products import sum_partials
 from grouped_experts.ops.portable.schedule import schedule_of
 
 
 @gluon.jit
 def consume(
-    half: gl.constexpr, tiles_ptr, N, K, x_smem, w_smem, da_smem, full, empty, handed, taken,
+    half: gl.constexpr, tiles_ptr, N, K, x_smem, w_smem, da_smem, full, empty, handed, taken, GATHERED: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """da of each tile, to the warpgroup that finishes it."""
@@ -41,7 +43,19 @@ def consume(
     turn = 1
     for _t in range(gl.program_id(0), total, gl.num_programs(0)):
         acc, stage, phase = multiply(
-            half, gl.cdiv(K, BLOCK_K), stage, phase, x_smem, w_smem, full, empty, False, BLOCK_N, BLOCK_K, STAGES
+            half,
+            gl.cdiv(K, BLOCK_K),
+            stage,
+            phase,
+            x_smem,
+            w_smem,
+            full,
+            empty,
+            GATHERED,
+            False,
+            BLOCK_N,
+            BLOCK_K,
+            STAGES,
         )
         mbarrier.wait(taken.index(half), turn)
         da_smem.index(half).store(acc)
@@ -184,9 +198,13 @@ def fc2_dgrad_kernel(
     probs_ptr,  # (T,) or None
     partials_ptr,  # (column tiles, T) or None
     tiles_ptr,  # (1 + tiles, 4), tiles of 2 HALF rows
+    dy_ptr,  # with an index; dy_desc is not loaded from then
+    index_ptr,  # (R,) int32: rows of dy, or None
+    num_source,  # rows of dy
+    eighths_of_stride,  # of dy
     num_rows,
     eighths_of_N,  # so that 8 elements are one access, whatever else divides N
-    K,
+    K,  # with an index in eighths as well
     ACT: gl.constexpr,  # (value, gradient) of the activation
     GATED: gl.constexpr,
     ROWS: gl.constexpr,
@@ -198,7 +216,8 @@ def fc2_dgrad_kernel(
     """Grid (programs,), persistent, four warps."""
     HALF: gl.constexpr = dy_desc.block_type.shape[2]
     N = 8 * eighths_of_N
-    x_smem, w_smem, full, empty = ring(dy_desc, w_desc, STAGES)
+    GATHERED: gl.constexpr = index_ptr is not None
+    x_smem, w_smem, full, empty = ring(dy_desc, w_desc, STAGES, 128 if GATHERED else 0)
     # Eight bytes of four rows, as wgmma has them, meet no bank twice.
     da_smem = gl.allocate_shared_memory(gl.float32, [2, HALF, BLOCK_N], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
     handed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -207,20 +226,36 @@ def fc2_dgrad_kernel(
         mbarrier.init(handed.index(i), count=1)
         mbarrier.init(taken.index(i), count=1)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (consume, (0, tiles_ptr, N, K, x_smem, w_smem, da_smem, full, empty, handed, taken,
-                BLOCK_N, BLOCK_K, STAGES)),
-            (consume, (1, tiles_ptr, N, K, x_smem, w_smem, da_smem, full, empty, handed, taken,
-                BLOCK_N, BLOCK_K, STAGES)),
-            (finish, (dh_ptr, a_ptr, h_ptr, probs_ptr, partials_ptr, tiles_ptr, num_rows, N, K, da_smem, handed, taken,
-                ACT, GATED, ROWS, BLOCK_N, BLOCK_K, GROUP_M)),
-            (produce, (dy_desc, w_desc, tiles_ptr, N, K, x_smem, w_smem, full, empty, 0, False,
-                BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
-        ],
-        [4, 4, 1],
-        [104, 232, 24],  # of 512 registers that four threads share; what is left, 152, is for consumer 0
-    )  # fmt: skip
+    if GATHERED:
+        gl.warp_specialize(
+            [
+                (consume, (0, tiles_ptr, N, 8 * K, x_smem, w_smem, da_smem, full, empty, handed, taken, GATHERED,
+                    BLOCK_N, BLOCK_K, STAGES)),
+                (consume, (1, tiles_ptr, N, 8 * K, x_smem, w_smem, da_smem, full, empty, handed, taken, GATHERED,
+                    BLOCK_N, BLOCK_K, STAGES)),
+                (finish, (dh_ptr, a_ptr, h_ptr, probs_ptr, partials_ptr, tiles_ptr, num_rows, N, 8 * K, da_smem,
+                    handed, taken, ACT, GATED, ROWS, BLOCK_N, BLOCK_K, GROUP_M)),
+                (produce_gathered, (dy_ptr, index_ptr, num_source, eighths_of_stride, w_desc, tiles_ptr, N, K,
+                    x_smem, w_smem, full, empty, 0, False, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+            ],
+            [4, 4, 4],
+            [104, 224, 32],  # of 512 registers that four threads share; what is left, 152, is for consumer 0
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (0, tiles_ptr, N, K, x_smem, w_smem, da_smem, full, empty, handed, taken, GATHERED,
+                    BLOCK_N, BLOCK_K, STAGES)),
+                (consume, (1, tiles_ptr, N, K, x_smem, w_smem, da_smem, full, empty, handed, taken, GATHERED,
+                    BLOCK_N, BLOCK_K, STAGES)),
+                (finish, (dh_ptr, a_ptr, h_ptr, probs_ptr, partials_ptr, tiles_ptr, num_rows, N, K, da_smem,
+                    handed, taken, ACT, GATED, ROWS, BLOCK_N, BLOCK_K, GROUP_M)),
+                (produce, (dy_desc, w_desc, tiles_ptr, N, K, x_smem, w_smem, full, empty, 0, False,
+                    BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+            ],
+            [4, 4, 1],
+            [104, 232, 24],
+        )  # fmt: skip
 
 
 def fc2_dgrad_activation(
@@ -235,12 +270,17 @@ def fc2_dgrad_activation(
     need_a: bool,
     need_dprobs: bool,
     tiles: Tensor | None = None,
+    row_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    (num_rows, depth), columns = dy.shape, fc2_weight.shape[2]
-    if not is_fast("fc2_dgrad_activation", num_rows, fc2_weight.shape[0], columns, dy, fc2_weight):
+    num_rows, depth, columns = h.shape[0], dy.shape[1], fc2_weight.shape[2]
+    experts = fc2_weight.shape[0]
+    if not is_fast("fc2_dgrad_activation", num_rows, experts, columns, dy, fc2_weight, indexed=(row_index,)):
         return portable.fc2_dgrad_activation(
-            dy, fc2_weight, h, starts, ends, probs, fc2_bias, activation, need_a, need_dprobs, tiles
+            dy, fc2_weight, h, starts, ends, probs, fc2_bias, activation, need_a, need_dprobs, tiles, row_index
         )
+    if columns > GATHERED_COLUMNS:
+        dy, row_index = gather_rows(dy, row_index), None
+    gathered = row_index is not None
     dh, a = h.new_empty(h.shape), h.new_empty(num_rows if need_a else 0, columns)
     tile = choose_tile("dgrad", columns)
     column_tiles = cdiv(columns, tile.block_n)
@@ -256,11 +296,15 @@ def fc2_dgrad_activation(
         contiguous(probs),
         partials,
         tiles,
+        dy if gathered else None,
+        row_index,
+        dy.shape[0] if gathered else 0,
+        dy.stride(0) // 8 if gathered else 0,
         num_rows,
         columns // 8,
-        depth,
+        depth // 8 if gathered else depth,
     )
-    return dh, a, sum_partials(partials, dy, fc2_bias, tiles, BLOCK_M, starts.shape[0])
+    return dh, a, sum_partials(partials, dy, fc2_bias, tiles, BLOCK_M, starts.shape[0], row_index)
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -23,6 +24,7 @@ from grouped_experts.ops.hopper.announcements import announce, announcements, he
 from grouped_experts.ops.hopper.compat import async_add, async_load, async_store
 from grouped_experts.ops.hopper.descriptors import descriptor, ragged_descriptor, rows_at
 from grouped_experts.ops.hopper.dispatch import is_fast
+from grouped_experts.ops.hopper.gather import chunks_of_rows, copy_rows, rows_of
 from grouped_experts.ops.hopper.pieces import end_piece
 from grouped_experts.ops.hopper.pipeline import advance, halves, ring
 from grouped_experts.ops.hopper.plan import entries_of_pieces, make_plan
@@ -30,6 +32,8 @@ from grouped_experts.ops.hopper.row_blocks import begin_tile, blocks_of, contrac
 from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
 from grouped_experts.ops.portable.launch import Kernel, cdiv, kernel, num_processors, suits_tma
 from grouped_experts.ops.portable.m_grouped import tile_position
+from grouped_experts.ops.portable.permute import gather_rows
+from grouped_experts.rows import num_rows
 
 
 @gluon.jit
@@ -53,59 +57,105 @@ def weight_tile(
 
 @gluon.jit
 def produce(
-    a_desc, b_desc, a_smem, b_smem, full, empty, places, announced, heard, plan_ptr, counters, M, eighths_of_N,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr
+    a_desc, b_desc, a_ptr, b_ptr, index_ptr, num_source, eighths_of_stride, a_smem, b_smem, full, empty,
+    places, announced, heard, plan_ptr, counters, M, eighths_of_N,
+    SIDE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """Chooses tiles, and loads for them; the next one is looked up while the ring is full.
 
+    By one warp, or where the operand SIDE (a or b) is gathered by four.
     Unlike m_grouped.py's producer it may carry what it loaded to the next turn, since its loop stores.
     """
     BLOCK_T: gl.constexpr = a_desc.block_type.shape[2]
+    WIDTH: gl.constexpr = b_desc.block_type.shape[3] if SIDE == "b" else a_desc.block_type.shape[3]
+    WARPS: gl.constexpr = 1 if SIDE is None else 4
     num_m = gl.cdiv(M, BLOCK_M)
     num_n = gl.cdiv(8 * eighths_of_N, BLOCK_N)
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    lane = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
     claims = gl.load(plan_ptr + 1) > 0
     stage = 0
     phase = 1
     t = gl.program_id(0)
     e, m0, n0, start, rows, piece = weight_tile(t, plan_ptr, counters, num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M)
     turn = gl.to_tensor(0)
-    announce(turn, e, m0, n0, rows, piece, places, announced, heard)
+    announce(turn, e, m0, n0, rows, piece, places, announced, heard, WARPS)
     while e >= 0:
         turn += 1
         # Nobody waits until the number is asked for. It counts the tiles behind those that programs begin with.
         claimed = gl.atomic_add(plan_ptr + 0 * lane, gl.full_like(lane, 1), mask=(lane == 0) & claims, sem="relaxed")
         steps = blocks_of(rows, BLOCK_T)
         first = gl.minimum(steps, STAGES)
+        index = 0 if SIDE is None else load_index(index_ptr, 0, start, rows, WIDTH, BLOCK_T)
         for i in range(first):
-            stage, phase = load_rows(
-                i, start, rows, m0, n0, stage, phase, a_desc, b_desc, a_smem, b_smem, full, empty, STAGES
-            )
+            stage, phase, index = load_rows(
+                i, index, start, rows, m0, n0, stage, phase, a_desc, b_desc, a_ptr, b_ptr, index_ptr, num_source,
+                eighths_of_stride, M, eighths_of_N, a_smem, b_smem, full, empty, SIDE, STAGES
+            )  # fmt: skip
         t = gl.where(claims, gl.sum(gl.where(lane == 0, claimed, 0), 0), t) + gl.num_programs(0)
         e_next, m0_next, n0_next, start_next, rows_next, piece_next = weight_tile(
             t, plan_ptr, counters, num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M
         )
         for i in range(first, steps):
-            stage, phase = load_rows(
-                i, start, rows, m0, n0, stage, phase, a_desc, b_desc, a_smem, b_smem, full, empty, STAGES
-            )
+            stage, phase, index = load_rows(
+                i, index, start, rows, m0, n0, stage, phase, a_desc, b_desc, a_ptr, b_ptr, index_ptr, num_source,
+                eighths_of_stride, M, eighths_of_N, a_smem, b_smem, full, empty, SIDE, STAGES
+            )  # fmt: skip
         e, m0, n0, start, rows, piece = e_next, m0_next, n0_next, start_next, rows_next, piece_next
-        announce(turn, e, m0, n0, rows, piece, places, announced, heard)
+        announce(turn, e, m0, n0, rows, piece, places, announced, heard, WARPS)
 
 
 @gluon.jit
-def load_rows(i, start, rows, m0, n0, stage, phase, a_desc, b_desc, a_smem, b_smem, full, empty, STAGES: gl.constexpr):
-    """Block i of a tile's rows."""
+def load_rows(
+    i, index, start, rows, m0, n0, stage, phase, a_desc, b_desc, a_ptr, b_ptr, index_ptr, num_source, eighths_of_stride,
+    M, eighths_of_N, a_smem, b_smem, full, empty, SIDE: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Block i of a tile's rows; index: which they are of the operand that is gathered. Returns that of the next block.
+
+    Of that operand rows behind the last are zeros as well.
+    """
     BLOCK_T: gl.constexpr = a_desc.block_type.shape[2]
     HALF: gl.constexpr = a_desc.block_type.shape[3]
-    wrap, until, row = rows_at(start + i * BLOCK_T, start + rows)
+    WIDTH: gl.constexpr = b_desc.block_type.shape[3]
+    A_BYTES: gl.constexpr = 0 if SIDE == "a" else 2 * a_desc.block_type.nbytes
+    B_BYTES: gl.constexpr = 0 if SIDE == "b" else b_desc.block_type.nbytes
     bar = full.index(stage)
     mbarrier.wait(empty.index(stage), phase)
-    mbarrier.expect(bar, 2 * a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-    for half in gl.static_range(2):
-        async_load(a_desc, [wrap, until, row, m0 + half * HALF], bar, a_smem.index(2 * stage + half))
-    async_load(b_desc, [wrap, until, row, n0], bar, b_smem.index(stage))
-    return advance(stage, phase, STAGES)
+    mbarrier.expect(bar, A_BYTES + B_BYTES)
+    wrap, until, first_row = rows_at(start + i * BLOCK_T, start + rows)
+    next_index = index
+    if SIDE is None:
+        for half in gl.static_range(2):
+            async_load(a_desc, [wrap, until, first_row, m0 + half * HALF], bar, a_smem.index(2 * stage + half))
+        async_load(b_desc, [wrap, until, first_row, n0], bar, b_smem.index(stage))
+    else:
+        COLUMNS: gl.constexpr = HALF if SIDE == "a" else WIDTH
+        LAYOUT: gl.constexpr = chunks_of_rows(COLUMNS)
+        next_index = load_index(index_ptr, i + 1, start, rows, COLUMNS, BLOCK_T)
+        known = (i * BLOCK_T + gl.arange(0, BLOCK_T, gl.SliceLayout(1, LAYOUT)) < rows)[:, None]
+        column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+        # A tile's first column is a multiple of its width, which the compiler does not know.
+        if SIDE == "a":
+            async_load(b_desc, [wrap, until, first_row, n0], bar, b_smem.index(stage))
+            at = rows_of(a_ptr, index, num_source, eighths_of_stride)
+            for half in gl.static_range(2):
+                m = HALF * (m0 // HALF) + half * HALF + column
+                copy_rows(at, m, known & (m < 8 * (M // 8))[None, :], a_smem.index(2 * stage + half))
+        else:
+            for half in gl.static_range(2):
+                async_load(a_desc, [wrap, until, first_row, m0 + half * HALF], bar, a_smem.index(2 * stage + half))
+            at = rows_of(b_ptr, index, num_source, eighths_of_stride)
+            n = WIDTH * (n0 // WIDTH) + column
+            copy_rows(at, n, known & (n < 8 * eighths_of_N)[None, :], b_smem.index(stage))
+        async_copy.mbarrier_arrive(bar, increment_count=False)
+    stage, phase = advance(stage, phase, STAGES)
+    return stage, phase, next_index
+
+
+@gluon.jit
+def load_index(index_ptr, i, start, rows, COLUMNS: gl.constexpr, BLOCK_T: gl.constexpr):
+    """Of block i of a tile's rows, for copies of so many columns; a block ahead, so that nobody waits for it."""
+    row = i * BLOCK_T + gl.arange(0, BLOCK_T, gl.SliceLayout(1, chunks_of_rows(COLUMNS)))
+    return gl.load(index_ptr + start + row, mask=row < rows, other=0)
 
 
 @gluon.jit
@@ -113,7 +163,7 @@ def consume(
     half: gl.constexpr,
     c_desc, c_ptr, partials_ptr, plan_ptr, halves_of_tiles, M, eighths_of_N,
     a_smem, b_smem, c_smem, full, empty, places, announced, heard,
-    ACCUMULATE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
+    GATHERED: gl.constexpr, ACCUMULATE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """A tile leaves in parts while the next one is contracted; a sum is kept in registers until that one is under way.
 
@@ -139,12 +189,12 @@ def consume(
     while e >= 0:
         turn += 1
         steps = blocks_of(rows, BLOCK_T)
-        acc, done, stage, phase = begin_tile(half, stage, phase, a_smem, b_smem, full, empty, BLOCK_N, STAGES)
+        acc, done, stage, phase = begin_tile(half, stage, phase, a_smem, b_smem, full, empty, GATHERED, BLOCK_N, STAGES)
         step = 1
         if ACCUMULATE:
             step = gl.minimum(UNDER_WAY, steps)
             acc, done, stage, phase = contract_blocks(
-                half, 1, step, acc, done, stage, phase, a_smem, b_smem, full, empty, STAGES
+                half, 1, step, acc, done, stage, phase, a_smem, b_smem, full, empty, GATHERED, STAGES
             )
             hold_parts(half, kept, c_smem)
         for i in range(PARTS):  # unrolled it is slower
@@ -154,7 +204,19 @@ def consume(
             portion = (steps - step) * i // PORTIONS
             next_portion = gl.where(i == PARTS - 1, steps - step, (steps - step) * (i + 1) // PORTIONS)
             acc, done, stage, phase = contract_blocks(
-                half, step + portion, step + next_portion, acc, done, stage, phase, a_smem, b_smem, full, empty, STAGES
+                half,
+                step + portion,
+                step + next_portion,
+                acc,
+                done,
+                stage,
+                phase,
+                a_smem,
+                b_smem,
+                full,
+                empty,
+                GATHERED,
+                STAGES,
             )
         e_before, m0_before, n0_before, rows_before, piece_before = e, m0 + half * HALF, n0, rows, piece
         e, m0, n0, rows, piece = hear(turn, places, announced, heard)
@@ -217,6 +279,11 @@ def k_grouped_kernel(
     c_ptr,  # contiguous; or None, as the next, where no expert is contracted in pieces
     partials_ptr,  # (pieces, tiles, 2, BLOCK_M / 2, BLOCK_N) in fp32
     plan_ptr,  # see `plan_kernel`
+    a_ptr,  # or b_ptr: of the operand with an index; its descriptor is not loaded from then
+    b_ptr,
+    index_ptr,  # (R,) int32: rows of that operand, or None
+    num_source,  # its rows
+    eighths_of_stride,  # its
     halves_of_tiles,  # of an expert
     counters,  # of the plan
     M,
@@ -233,7 +300,10 @@ def k_grouped_kernel(
     below the normal ones of fp32 for zero.
     """
     PARTS: gl.constexpr = BLOCK_N // c_desc.block_type.shape[2]
-    a_smem, b_smem, full, empty = ring(a_desc, b_desc, STAGES)
+    GATHERED: gl.constexpr = index_ptr is not None
+    SIDE: gl.constexpr = None if index_ptr is None else "b" if a_ptr is None else "a"
+    WARPS: gl.constexpr = 4 if GATHERED else 1
+    a_smem, b_smem, full, empty = ring(a_desc, b_desc, STAGES, 128 if GATHERED else 0)
     c_smem = gl.allocate_shared_memory(c_desc.dtype, [2 * PARTS] + c_desc.block_type.shape, c_desc.layout)
     places, announced, heard = announcements(2)
     fence_async_shared()
@@ -241,41 +311,76 @@ def k_grouped_kernel(
         [
             (consume, (0, c_desc, c_ptr, partials_ptr, plan_ptr, halves_of_tiles, M, eighths_of_N,
                 a_smem, b_smem, c_smem, full, empty, places, announced, heard,
-                ACCUMULATE, BLOCK_M, BLOCK_N, STAGES)),
+                GATHERED, ACCUMULATE, BLOCK_M, BLOCK_N, STAGES)),
             (consume, (1, c_desc, c_ptr, partials_ptr, plan_ptr, halves_of_tiles, M, eighths_of_N,
                 a_smem, b_smem, c_smem, full, empty, places, announced, heard,
-                ACCUMULATE, BLOCK_M, BLOCK_N, STAGES)),
-            (produce, (a_desc, b_desc, a_smem, b_smem, full, empty, places, announced, heard, plan_ptr, counters,
-                M, eighths_of_N, BLOCK_M, BLOCK_N, GROUP_M, STAGES)),
+                GATHERED, ACCUMULATE, BLOCK_M, BLOCK_N, STAGES)),
+            (produce, (a_desc, b_desc, a_ptr, b_ptr, index_ptr, num_source, eighths_of_stride,
+                a_smem, b_smem, full, empty, places, announced, heard, plan_ptr, counters,
+                M, eighths_of_N, SIDE, BLOCK_M, BLOCK_N, GROUP_M, STAGES)),
         ],
-        [4, 1],
-        [232, 40],
+        [4, WARPS],
+        [216 if GATHERED else 232, 80 if GATHERED else 40],
     )  # fmt: skip
 
 
-def k_grouped_gemm(a: Tensor, b: Tensor, starts: Tensor, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
+def k_grouped_gemm(
+    a: Tensor,
+    b: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    out_dtype: torch.dtype,
+    a_index: Tensor | None = None,
+    b_index: Tensor | None = None,
+) -> Tensor:
     num_experts, rows, columns = starts.shape[0], a.shape[1], b.shape[1]
     but = None if out_dtype == a.dtype else f"the output is {out_dtype}"
-    if not is_fast("k_grouped_gemm", a.shape[0], num_experts, columns, a, b, but=but):
-        return portable.k_grouped_gemm(a, b, starts, ends, out_dtype)
+    indexed, contracted = (a_index, b_index), num_rows(a, a_index)
+    if not is_fast("k_grouped_gemm", contracted, num_experts, columns, a, b, indexed=indexed, but=but):
+        return portable.k_grouped_gemm(a, b, starts, ends, out_dtype, a_index, b_index)
     c = a.new_empty(num_experts, rows, columns)
-    launch_k_grouped(c, a, b, starts, ends, accumulate=False)
+    launch_k_grouped(c, a, b, starts, ends, a_index, b_index, accumulate=False)
     return c
 
 
-def k_grouped_gemm_accumulate(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tensor) -> None:
+def k_grouped_gemm_accumulate(
+    c: Tensor,
+    a: Tensor,
+    b: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    a_index: Tensor | None = None,
+    b_index: Tensor | None = None,
+) -> None:
+    indexed, contracted = (a_index, b_index), num_rows(a, a_index)
     but = None
-    if a.shape[0] < 640 * c.shape[0]:  # on an H200 Gluon is ahead at 655 rows an expert, not at 512
+    if contracted < 640 * c.shape[0]:  # on an H200 Gluon is ahead at 655 rows an expert, not at 512
         but = "additions outlast the products of so few rows"
     elif c.dtype != torch.float32 or not suits_tma(c):
         but = f"TMA cannot add to {c.dtype} with strides {c.stride()}, or its first element is not aligned to 16 bytes"
-    if not is_fast("k_grouped_gemm_accumulate", a.shape[0], c.shape[0], c.shape[2], a, b, but=but):
-        return portable.k_grouped_gemm_accumulate(c, a, b, starts, ends)
-    launch_k_grouped(c, a, b, starts, ends, accumulate=True)
+    if not is_fast("k_grouped_gemm_accumulate", contracted, c.shape[0], c.shape[2], a, b, indexed=indexed, but=but):
+        return portable.k_grouped_gemm_accumulate(c, a, b, starts, ends, a_index, b_index)
+    launch_k_grouped(c, a, b, starts, ends, a_index, b_index, accumulate=True)
 
 
-def launch_k_grouped(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tensor, accumulate: bool) -> None:
+def launch_k_grouped(
+    c: Tensor,
+    a: Tensor,
+    b: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    a_index: Tensor | None,
+    b_index: Tensor | None,
+    accumulate: bool,
+) -> None:
     num_experts, rows, columns = c.shape
+    contracted = num_rows(a, a_index)
+    if accumulate or (a_index is not None and b_index is not None):
+        # One operand is gathered at a time, and none by the smaller tiles of sums: a copy is faster than their loads.
+        b, b_index = gather_rows(b, b_index), None
+        if accumulate:
+            a, a_index = gather_rows(a, a_index), None
+    index, gathered = (a_index, a) if a_index is not None else (b_index, b)
     tile = choose_tile("sum" if accumulate else "wgrad", columns)
     half = BLOCK_M // 2
     tiles = cdiv(rows, BLOCK_M) * cdiv(columns, tile.block_n)
@@ -291,7 +396,12 @@ def launch_k_grouped(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tens
         descriptor(c, c.shape, c.stride(), (1, half, tile.block_n // 4)),
         c if pieces else None,
         a.new_empty(pieces * tiles * BLOCK_M * tile.block_n, dtype=torch.float32) if pieces else None,
-        make_plan(starts, ends, a.shape[0], tiles, programs, pieces),
+        make_plan(starts, ends, contracted, tiles, programs, pieces),
+        a if a_index is not None else None,
+        b if b_index is not None else None,
+        index,
+        0 if index is None else gathered.shape[0],
+        0 if index is None else gathered.stride(0) // 8,
         2 * tiles,
         2 * pieces * tiles,
         rows,

@@ -8,17 +8,18 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.jit
-def ring(rows_desc, shared_desc, STAGES: gl.constexpr):
+def ring(rows_desc, shared_desc, STAGES: gl.constexpr, COPIES: gl.constexpr = 0):
     """Shared memory of STAGES stages, each with rows for two consumers and a block for both, and barriers.
 
-    full: the bytes of a stage have come; empty: both consumers are done with it. A fence must follow.
+    full: the bytes of a stage have come, and the copies of COPIES threads; empty: both consumers are done with it. A
+    fence must follow.
     """
     rows = gl.allocate_shared_memory(rows_desc.dtype, [2 * STAGES] + rows_desc.block_type.shape, rows_desc.layout)
     shared = gl.allocate_shared_memory(shared_desc.dtype, [STAGES] + shared_desc.block_type.shape, shared_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=1 + COPIES)
         mbarrier.init(empty.index(i), count=2)
     return rows, shared, full, empty
 

@@ -15,7 +15,9 @@ from grouped_experts.ops.hopper.m_grouped import m_grouped_kernel
 from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
 from grouped_experts.ops.portable.activations import VALUES
 from grouped_experts.ops.portable.launch import Kernel, cdiv, contiguous, kernel, num_processors
+from grouped_experts.ops.portable.permute import gather_rows
 from grouped_experts.ops.portable.schedule import schedule_of
+from grouped_experts.rows import num_rows
 
 
 def launch_m_grouped(
@@ -33,8 +35,10 @@ def launch_m_grouped(
     h: Tensor | None = None,
     bias: Tensor | None = None,
     probs: Tensor | None = None,
+    row_index: Tensor | None = None,
 ) -> None:
     """parts: 2 for gate and up side by side, `columns` of each; h has as many."""
+    gathered = row_index is not None
     # Of an accumulator with an activation each half leaves by itself: gate and up, or left and right.
     block = (BLOCK_M // 2, 1, tile.block_n if h is None else tile.block_n * parts // 2)
     row, row_strides = (1, columns), (columns, columns, 1)
@@ -48,21 +52,25 @@ def launch_m_grouped(
         bias,
         probs,
         tiles,
+        x if gathered else None,
+        row_index,
+        x.shape[0] if gathered else 0,
+        x.stride(0) // 8 if gathered else 0,
         columns,
-        x.shape[1],
+        x.shape[1] // 8 if gathered else x.shape[1],
     )
 
 
 @functools.cache
-def m_grouped(tile: Tile, transpose_w: bool, activation: str | None) -> Kernel:
-    """With a plain store and the tiles of all rows, or with the activation and those of owned rows."""
+def m_grouped(tile: Tile, transpose_w: bool, activation: str | None, zero_gaps: bool) -> Kernel:
+    """With a plain store or the activation; with the tiles of all rows, or of those that experts own."""
     return kernel(
         m_grouped_kernel,
         EPILOGUE=epilogues.store_product if activation is None else epilogues.activate,
         ACT=None if activation is None else VALUES[activation],
         GATED=activation is not None and ACTIVATIONS[activation].gated,
         BUFFERS=1 if activation is None else 2,
-        GAPS=int(activation is None),
+        GAPS=int(zero_gaps),
         TRANSPOSE_W=transpose_w,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
@@ -81,23 +89,28 @@ def m_grouped_gemm(
     bias_scale: Tensor | None,
     transpose_w: bool,
     tiles: Tensor | None = None,
+    row_index: Tensor | None = None,
+    zero_gaps: bool = True,
 ) -> Tensor:
-    columns = w.shape[1 if transpose_w else 2]
-    if not is_fast("m_grouped_gemm", x.shape[0], w.shape[0], columns, x, w):
-        return portable.m_grouped_gemm(x, w, starts, ends, bias, bias_scale, transpose_w, tiles)
-    y = x.new_empty(x.shape[0], columns)
+    columns, rows = w.shape[1 if transpose_w else 2], num_rows(x, row_index)
+    if not is_fast("m_grouped_gemm", rows, w.shape[0], columns, x, w, indexed=(row_index,)):
+        return portable.m_grouped_gemm(
+            x, w, starts, ends, bias, bias_scale, transpose_w, tiles, row_index, zero_gaps
+        )  # fmt: skip
+    y = x.new_empty(rows, columns)
     tile = choose_tile("product", columns)
     launch_m_grouped(
         x,
         w,
-        schedule_of(tiles, starts, ends, x.shape[0]),
+        schedule_of(tiles, starts, ends, rows),
         tile,
         columns,
-        m_grouped(tile, transpose_w, None),
+        m_grouped(tile, transpose_w, None, zero_gaps),
         transpose_w=transpose_w,
         y=y,
         bias=contiguous(bias),
         probs=contiguous(bias_scale),
+        row_index=row_index,
     )
     return y
 
@@ -111,15 +124,19 @@ def fc1_activation(
     probs: Tensor | None,
     activation: str,
     tiles: Tensor | None = None,
+    row_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     parts = 2 if ACTIVATIONS[activation].gated else 1
     columns = fc1_weight.shape[1] // parts
-    if not is_fast("fc1_activation", x.shape[0], fc1_weight.shape[0], columns, x, fc1_weight):
-        return portable.fc1_activation(x, fc1_weight, starts, ends, fc1_bias, probs, activation, tiles)
-    h, a = x.new_empty(x.shape[0], fc1_weight.shape[1]), x.new_empty(x.shape[0], columns)
+    rows = num_rows(x, row_index)
+    if not is_fast("fc1_activation", rows, fc1_weight.shape[0], columns, x, fc1_weight, indexed=(row_index,)):
+        return portable.fc1_activation(x, fc1_weight, starts, ends, fc1_bias, probs, activation, tiles, row_index)
+    if fc1_bias is not None:  # with its registers, some activations would spill
+        x, row_index = gather_rows(x, row_index), None
+    h, a = x.new_empty(rows, fc1_weight.shape[1]), x.new_empty(rows, columns)
     tile = choose_tile("gated" if parts == 2 else "ungated", columns)
-    made = m_grouped(tile, True, activation)
-    schedule = schedule_of(tiles, starts, ends, x.shape[0])
+    made = m_grouped(tile, True, activation, zero_gaps=False)
+    schedule = schedule_of(tiles, starts, ends, rows)
     launch_m_grouped(
         x,
         fc1_weight,
@@ -132,5 +149,6 @@ def fc1_activation(
         h=h,
         bias=contiguous(fc1_bias),
         probs=contiguous(probs),
+        row_index=row_index,
     )
     return h, a

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from grouped_experts.ops.hopper.pipeline import advance
 
@@ -17,12 +22,15 @@ def blocks_of(rows, BLOCK_T: gl.constexpr):
 
 @gluon.jit
 def begin_tile(
-    half: gl.constexpr, stage, phase, a_smem, b_smem, full, empty, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
+    half: gl.constexpr, stage, phase, a_smem, b_smem, full, empty, GATHERED: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr
 ):  # fmt: skip
-    """The first block of rows."""
+    """The first block of rows. GATHERED: one operand was copied by threads, which wgmma sees behind a fence only."""
     HALF: gl.constexpr = a_smem.shape[4]
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     mbarrier.wait(full.index(stage), phase)
+    if GATHERED:
+        fence_async_shared()
     acc = gl.zeros((HALF, BLOCK_N), gl.float32, ACC)  # a constant: the first wgmma takes none
     acc, done = contract(half, stage, stage, False, a_smem, b_smem, empty, acc)
     stage, phase = advance(stage, phase, STAGES)
@@ -31,10 +39,13 @@ def begin_tile(
 
 @gluon.jit
 def contract_blocks(
-    half: gl.constexpr, first, last, acc, done, stage, phase, a_smem, b_smem, full, empty, STAGES: gl.constexpr
+    half: gl.constexpr, first, last, acc, done, stage, phase, a_smem, b_smem, full, empty, GATHERED: gl.constexpr,
+    STAGES: gl.constexpr
 ):  # fmt: skip
     for _i in range(first, last):
         mbarrier.wait(full.index(stage), phase)
+        if GATHERED:
+            fence_async_shared()
         acc, done = contract(half, stage, done, True, a_smem, b_smem, empty, acc)
         stage, phase = advance(stage, phase, STAGES)
     return acc, done, stage, phase

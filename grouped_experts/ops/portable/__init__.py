@@ -5,19 +5,23 @@ The functions below have the signatures of the ops, as those of `grouped_experts
 
 from grouped_experts.ops.portable.elementwise import scaled_activation, scaled_activation_backward
 from grouped_experts.ops.portable.k_grouped import k_grouped_gemm, k_grouped_gemm_accumulate, k_grouped_sum
-from grouped_experts.ops.portable.permute import permute, unpermute
+from grouped_experts.ops.portable.permute import gather_rows, permute, unpermute
 from grouped_experts.ops.portable.products import fc1_activation, fc2_dgrad_activation, m_grouped_gemm
+from grouped_experts.ops.portable.route import route, route_rows
 from grouped_experts.ops.portable.schedule import ranges_from_tensor, scheduled_ranges, tile_schedule
 
 __all__ = [
     "fc1_activation",
     "fc2_dgrad_activation",
+    "gather_rows",
     "k_grouped_gemm",
     "k_grouped_gemm_accumulate",
     "k_grouped_sum",
     "m_grouped_gemm",
     "permute",
     "ranges_from_tensor",
+    "route",
+    "route_rows",
     "scaled_activation",
     "scaled_activation_backward",
     "scheduled_ranges",

@@ -10,6 +10,7 @@ from torch import Tensor
 from grouped_experts.activations import get_activation
 from grouped_experts.ops.portable import activations
 from grouped_experts.ops.portable.launch import cdiv, contiguous, even_block, kernel
+from grouped_experts.ops.portable.m_grouped import source_rows
 from grouped_experts.ops.portable.schedule import max_tiles, schedule_of
 from grouped_experts.ops.portable.tiles import row_block
 
@@ -125,9 +126,11 @@ def sum_partials_kernel(
     partials_ptr,  # (column tiles, T)
     dy_ptr,  # (T, H) or None
     bias_ptr,  # (E, H): read only with dy
+    index_ptr,  # (R,): rows of dy, or None
     tiles_ptr,
-    dprobs_ptr,  # (T,)
+    dprobs_ptr,  # (R,)
     num_rows,
+    num_source,  # rows of dy
     num_columns,
     H,
     stride_dy,
@@ -147,11 +150,12 @@ def sum_partials_kernel(
             partial += num_rows
         if dy_ptr is not None:
             e = tl.maximum(expert, 0).to(tl.int64)
+            source = source_rows(index_ptr, m, owned_end, num_source)
             for n0 in range(0, H, BLOCK):
                 n = n0 + tl.arange(0, BLOCK)
-                at = dy_ptr + m[:, None].to(tl.int64) * stride_dy + n[None, :].to(tl.int64) * stride_dyn
+                at = dy_ptr + source[:, None].to(tl.int64) * stride_dy + n[None, :].to(tl.int64) * stride_dyn
                 dy = tl.load(at, mask=owned[:, None] & (n < H)[None, :], other=0.0).to(tl.float32)
-                bias = tl.load(bias_ptr + e * H + n, mask=n < H, other=0.0).to(tl.float32)
+                bias = tl.load(bias_ptr + e * H + n, mask=(n < H) & (expert >= 0), other=0.0).to(tl.float32)
                 total += tl.sum(tl.where(owned[:, None], dy * bias[None, :], 0.0), 1)
         tl.store(dprobs_ptr + m, total, mask=m < end)
 

@@ -19,17 +19,24 @@ from grouped_experts.ops.portable.launch import (
     num_processors,
     suits_tma,
 )
-from grouped_experts.ops.portable.m_grouped import add_product, halves, tile_position
+from grouped_experts.ops.portable.m_grouped import add_product, halves, source_rows, tile_position
 from grouped_experts.ops.portable.schedule import load_range
 from grouped_experts.ops.portable.tiles import Tile, choose_tile, contraction, row_block
+from grouped_experts.rows import num_rows
 
 
 @triton.jit
-def load_block(x, t0, end, n0, N, stride_t, stride_n, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows t0 : end, columns n0.., zero behind both: a product with what lies there must not even be 0 * NaN."""
+def load_block(
+    x, index_ptr, num_source, t0, end, n0, N, stride_t, stride_n, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Rows t0 : end, columns n0.., zero behind both: a product with what lies there must not even be 0 * NaN.
+
+    index_ptr: which rows of x they are (`source_rows`), or None.
+    """
     t = t0 + tl.arange(0, BLOCK_T)
     n = n0 + tl.arange(0, BLOCK_N)
-    at = x + t[:, None].to(tl.int64) * stride_t + n[None, :].to(tl.int64) * stride_n
+    source = source_rows(index_ptr, t, end, num_source)
+    at = x + source[:, None].to(tl.int64) * stride_t + n[None, :].to(tl.int64) * stride_n
     return tl.load(at, mask=(t < end)[:, None] & (n < N)[None, :], other=0.0)
 
 
@@ -41,9 +48,13 @@ def k_grouped_kernel(
     a_ptr,
     b_ptr,
     c_ptr,  # (E, M, N)
+    a_index_ptr,  # (R,) int32: rows of a, or None
+    b_index_ptr,
     starts_ptr,  # (E,)
     ends_ptr,  # (E,)
-    num_rows,
+    num_rows,  # that are contracted
+    rows_of_a,
+    rows_of_b,
     num_experts,
     M,
     N,
@@ -55,7 +66,8 @@ def k_grouped_kernel(
     stride_cm,
     stride_cn,
     ACCUMULATE: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA_A: tl.constexpr,
+    TMA_B: tl.constexpr,
     TMA_C: tl.constexpr,
     HALVES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -77,17 +89,23 @@ def k_grouped_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for i in range(0, full):
             t0 = start + i * BLOCK_T
-            if TMA:
+            if TMA_A:
                 a = a_desc.load([t0, m0])
+            else:
+                a = load_block(
+                    a_ptr, a_index_ptr, rows_of_a, t0, end, m0, M, stride_at, stride_am, BLOCK_T, BLOCK_M
+                )  # fmt: skip
+            if TMA_B:
                 b = b_desc.load([t0, n0])
             else:
-                a = load_block(a_ptr, t0, end, m0, M, stride_at, stride_am, BLOCK_T, BLOCK_M)
-                b = load_block(b_ptr, t0, end, n0, N, stride_bt, stride_bn, BLOCK_T, BLOCK_N)
+                b = load_block(
+                    b_ptr, b_index_ptr, rows_of_b, t0, end, n0, N, stride_bt, stride_bn, BLOCK_T, BLOCK_N
+                )  # fmt: skip
             acc = add_product(acc, a.T, b, i, PRECISION)
         rest = start + full * BLOCK_T
         if rest < end:
-            a = load_block(a_ptr, rest, end, m0, M, stride_at, stride_am, BLOCK_T, BLOCK_M)
-            b = load_block(b_ptr, rest, end, n0, N, stride_bt, stride_bn, BLOCK_T, BLOCK_N)
+            a = load_block(a_ptr, a_index_ptr, rows_of_a, rest, end, m0, M, stride_at, stride_am, BLOCK_T, BLOCK_M)
+            b = load_block(b_ptr, b_index_ptr, rows_of_b, rest, end, n0, N, stride_bt, stride_bn, BLOCK_T, BLOCK_N)
             acc = add_product(acc, a.T, b, 0, PRECISION)
         if HALVES:
             left, right = halves(acc)
@@ -131,11 +149,13 @@ def store_tile(
 @triton.jit
 def k_grouped_sum_kernel(
     a_ptr,  # (T, N)
-    scale_ptr,  # (T,) or None
+    index_ptr,  # (R,) int32: rows of a, or None
+    scale_ptr,  # (R,) or None
     c_ptr,  # (E, N)
     starts_ptr,
     ends_ptr,
     num_rows,
+    num_source,  # rows of a
     num_experts,
     N,
     stride_at,
@@ -150,7 +170,8 @@ def k_grouped_sum_kernel(
     start, end = load_range(starts_ptr, ends_ptr, e, num_rows, num_experts)
     total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     for t0 in range(start, end, BLOCK_T):
-        a = load_block(a_ptr, t0, end, n0, N, stride_at, stride_an, BLOCK_T, BLOCK_N).to(tl.float32)
+        a = load_block(a_ptr, index_ptr, num_source, t0, end, n0, N, stride_at, stride_an, BLOCK_T, BLOCK_N)
+        a = a.to(tl.float32)
         if scale_ptr is not None:
             t = t0 + tl.arange(0, BLOCK_T)
             scale = tl.load(scale_ptr + t.to(tl.int64) * stride_scale, mask=t < end, other=0.0).to(tl.float32)
@@ -161,40 +182,71 @@ def k_grouped_sum_kernel(
     tl.store(at, tl.sum(total, 0).to(c_ptr.dtype.element_ty), mask=n < N)
 
 
-def k_grouped_gemm(a: Tensor, b: Tensor, starts: Tensor, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
+def k_grouped_gemm(
+    a: Tensor,
+    b: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    out_dtype: torch.dtype,
+    a_index: Tensor | None = None,
+    b_index: Tensor | None = None,
+) -> Tensor:
     c = a.new_empty(starts.shape[0], a.shape[1], b.shape[1], dtype=out_dtype)
-    launch_k_grouped(c, a, b, starts, ends, accumulate=False)
+    launch_k_grouped(c, a, b, starts, ends, a_index, b_index, accumulate=False)
     return c
 
 
-def k_grouped_gemm_accumulate(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tensor) -> None:
-    launch_k_grouped(c, a, b, starts, ends, accumulate=True)
+def k_grouped_gemm_accumulate(
+    c: Tensor,
+    a: Tensor,
+    b: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    a_index: Tensor | None = None,
+    b_index: Tensor | None = None,
+) -> None:
+    launch_k_grouped(c, a, b, starts, ends, a_index, b_index, accumulate=True)
 
 
-def launch_k_grouped(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tensor, accumulate: bool) -> None:
+def launch_k_grouped(
+    c: Tensor,
+    a: Tensor,
+    b: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    a_index: Tensor | None,
+    b_index: Tensor | None,
+    accumulate: bool,
+) -> None:
     num_experts, rows, columns = c.shape
     if c.numel() == 0:
         return
-    block, depth = row_block(a.shape[0], num_experts), contraction(a.shape[0] // num_experts)
+    contracted = num_rows(a, a_index)
+    block, depth = row_block(contracted, num_experts), contraction(contracted // num_experts)
     tile = choose_tile("wgrad", a.dtype, capability(a.device), block, depth)
     tma = tile.tma_rows and suits_tma(a) and suits_tma(b)
+    tma_a, tma_b = tma and a_index is None, tma and b_index is None
     assert tile.split <= 2, tile
     block_c = [tile.block_m, tile.block_n // tile.split]  # each half is stored by itself
     tma_c = tile.tma_out and suits_tma(c) and c.is_contiguous() and rows % tile.block_m == 0
     tiles = num_experts * cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n)
     programs = min(tile.per_processor * num_processors(a.device), tiles)
-    k_grouped(tile, accumulate, tma, tma_c, dot_precision(a.dtype)).launch(
+    k_grouped(tile, accumulate, tma_a, tma_b, tma_c, dot_precision(a.dtype)).launch(
         (programs,),
         a.device,
-        descriptor(a, [tile.block_k, tile.block_m]) if tma else a,
-        descriptor(b, [tile.block_k, tile.block_n]) if tma else b,
+        descriptor(a, [tile.block_k, tile.block_m]) if tma_a else a,
+        descriptor(b, [tile.block_k, tile.block_n]) if tma_b else b,
         descriptor(c.view(-1, columns), block_c) if tma_c else None,
         a,
         b,
         c,
+        a_index,
+        b_index,
         starts,
         ends,
+        contracted,
         a.shape[0],
+        b.shape[0],
         num_experts,
         rows,
         columns,
@@ -205,11 +257,12 @@ def launch_k_grouped(c: Tensor, a: Tensor, b: Tensor, starts: Tensor, ends: Tens
 
 
 @functools.cache
-def k_grouped(tile: Tile, accumulate: bool, tma: bool, tma_c: bool, precision: str) -> Kernel:
+def k_grouped(tile: Tile, accumulate: bool, tma_a: bool, tma_b: bool, tma_c: bool, precision: str) -> Kernel:
     return kernel(
         k_grouped_kernel,
         ACCUMULATE=accumulate,
-        TMA=tma,
+        TMA_A=tma_a,
+        TMA_B=tma_b,
         TMA_C=tma_c,
         HALVES=tile.split == 2,
         PRECISION=precision,
@@ -222,7 +275,14 @@ def k_grouped(tile: Tile, accumulate: bool, tma: bool, tma_c: bool, precision: s
     )
 
 
-def k_grouped_sum(a: Tensor, starts: Tensor, ends: Tensor, scale: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def k_grouped_sum(
+    a: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    scale: Tensor | None,
+    out_dtype: torch.dtype,
+    row_index: Tensor | None = None,
+) -> Tensor:
     num_experts, columns = starts.shape[0], a.shape[1]
     c = a.new_empty(num_experts, columns, dtype=out_dtype)
     if c.numel():
@@ -230,10 +290,12 @@ def k_grouped_sum(a: Tensor, starts: Tensor, ends: Tensor, scale: Tensor | None,
             (num_experts, cdiv(columns, 64)),
             a.device,
             a,
+            row_index,
             scale,
             c,
             starts,
             ends,
+            num_rows(a, row_index),
             a.shape[0],
             num_experts,
             columns,

@@ -21,14 +21,29 @@ def tile_position(t, num_m, num_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def load_rows(x, m0, end, k0, K, stride_m, stride_k, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Rows m0 : end of x, columns from k0, as (BLOCK_M, BLOCK_K); through TMA the rows behind `end` are not masked."""
+def source_rows(index_ptr, row, end, num_source):
+    """Which rows of an operand the rows `row` before `end` are: themselves, or where the index says, clamped."""
+    if index_ptr is None:
+        return row
+    else:
+        index = tl.load(index_ptr + row, mask=row < end, other=0)
+        return tl.maximum(tl.minimum(index, num_source - 1), 0)
+
+
+@triton.jit
+def load_rows(
+    x, source, m0, end, k0, K, stride_m, stride_k, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """Rows m0 : end, columns from k0, as (BLOCK_M, BLOCK_K); through TMA the rows behind `end` are not masked.
+
+    source: their places in x (`source_rows`).
+    """
     if TMA:
         return x.load([m0, k0])
     else:
         m = m0 + tl.arange(0, BLOCK_M)
         k = k0 + tl.arange(0, BLOCK_K)
-        at = x + m[:, None].to(tl.int64) * stride_m + k[None, :].to(tl.int64) * stride_k
+        at = x + source[:, None].to(tl.int64) * stride_m + k[None, :].to(tl.int64) * stride_k
         return tl.load(at, mask=(m < end)[:, None] & (k < K)[None, :], other=0.0)
 
 
@@ -85,7 +100,9 @@ def m_grouped_kernel(
     bias_ptr,
     probs_ptr,
     partials_ptr,
+    index_ptr,  # (R,) int32: rows of x, or None
     num_rows,
+    num_source,  # rows of x
     N,
     K,
     stride_xm,
@@ -127,11 +144,12 @@ def m_grouped_kernel(
         ahead = None
         if AHEAD is not None:
             ahead = AHEAD(h, h_ptr, m0, end, n0, N, GATED_H, TMA_OUT, BLOCK_M, WIDTH)
+        source = source_rows(index_ptr, m0 + tl.arange(0, BLOCK_M), end, num_source)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         acc_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for i in range(0, steps):
             k0 = i * BLOCK_K
-            rows = load_rows(x, m0, end, k0, K, stride_xm, stride_xk, TMA_X, BLOCK_M, BLOCK_K)
+            rows = load_rows(x, source, m0, end, k0, K, stride_xm, stride_xk, TMA_X, BLOCK_M, BLOCK_K)
             if TWO_PRODUCTS:
                 weight = load_weight(
                     w, e, n0, N, k0, K, stride_we, stride_wn, stride_wk, TMA_W, TRANSPOSE_W, BLOCK_N, BLOCK_K

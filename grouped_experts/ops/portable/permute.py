@@ -15,6 +15,7 @@ def permute_kernel(
     row_to_slot_ptr,  # (T * k,)
     y_ptr,  # (T * k, H)
     num_rows,
+    num_tokens,
     H,
     choices,
     stride_x,
@@ -22,13 +23,14 @@ def permute_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (row blocks, column blocks). y[r] = x[slot // k]; zero where the row has no slot."""
+    """Grid (row blocks, column blocks). y[r] = x[slot // k]; zero where the row has no slot, or one beyond x."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(row_to_slot_ptr + row, mask=row < num_rows, other=-1)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.maximum(slot, 0) // choices
+    known = (slot >= 0) & (token < num_tokens)
     at = x_ptr + token.to(tl.int64)[:, None] * stride_x + n.to(tl.int64)[None, :] * stride_xh
-    x = tl.load(at, mask=(slot >= 0)[:, None] & (n < H)[None, :], other=0.0)
+    x = tl.load(at, mask=known[:, None] & (n < H)[None, :], other=0.0)
     to = y_ptr + row.to(tl.int64)[:, None] * H + n[None, :]
     # Streamed, so that the columns of x that all programs are at stay in the L2 cache.
     tl.store(to, x, mask=(row < num_rows)[:, None] & (n < H)[None, :], cache_modifier=".cs")
@@ -68,6 +70,7 @@ def permute(x: Tensor, slot_to_row: Tensor, row_to_slot: Tensor) -> Tensor:
             row_to_slot,
             y,
             y.shape[0],
+            x.shape[0],
             x.shape[1],
             slot_to_row.shape[1],
             *x.stride(),
@@ -75,10 +78,16 @@ def permute(x: Tensor, slot_to_row: Tensor, row_to_slot: Tensor) -> Tensor:
     return y
 
 
+def gather_rows(x: Tensor, row_index: Tensor | None) -> Tensor:
+    """x[row_index[r]] as row r, zero for an index below zero; x itself without an index."""
+    return x if row_index is None else permute(x, row_index[:, None], row_index)
+
+
 def unpermute(y: Tensor, slot_to_row: Tensor, row_to_slot: Tensor) -> Tensor:
     x = y.new_empty(slot_to_row.shape[0], y.shape[1])
     if x.numel():
-        block = column_block(y.shape[1])
+        # Of few tokens every program has few columns, so that there are enough of them.
+        block = 256 if x.shape[0] <= 128 else column_block(y.shape[1])
         kernel(unpermute_kernel, BLOCK=block).launch(
             (x.shape[0], cdiv(y.shape[1], block)),
             y.device,

@@ -26,6 +26,7 @@ from grouped_experts.ops.portable.launch import (
 from grouped_experts.ops.portable.m_grouped import m_grouped_kernel
 from grouped_experts.ops.portable.schedule import max_tiles, schedule_of
 from grouped_experts.ops.portable.tiles import Tile, choose_tile, contraction, row_block
+from grouped_experts.rows import num_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +42,7 @@ class Epilogue:
 
 
 STORE = Epilogue(epilogues.store_product, gaps=True)
+STORE_OWNED = Epilogue(epilogues.store_product)
 ACTIVATE = {
     name: Epilogue(epilogues.activate, act=activations.VALUES[name], two_products=act.gated, gated_h=act.gated)
     for name, act in ACTIVATIONS.items()
@@ -71,12 +73,13 @@ def launch_m_grouped(
     bias: Tensor | None = None,
     probs: Tensor | None = None,
     partials: Tensor | None = None,
+    row_index: Tensor | None = None,
 ) -> None:
-    num_rows, depth = x.shape
+    depth = x.shape[1]
     programs = min(tile.per_processor * num_processors(x.device), (tiles.shape[0] - 1) * cdiv(columns, tile.block_n))
     if programs == 0:
         return
-    tma_x, tma_w = tile.tma_rows and suits_tma(x), suits_tma(w)
+    tma_x, tma_w = tile.tma_rows and suits_tma(x) and row_index is None, suits_tma(w)
     block_w = [1, tile.block_n, tile.block_k] if transpose_w else [1, tile.block_k, tile.block_n]
     stride_wn, stride_wk = (w.stride(1), w.stride(2)) if transpose_w else (w.stride(2), w.stride(1))
     outputs: tuple[Any, ...] = (None, None, None)
@@ -99,7 +102,9 @@ def launch_m_grouped(
         bias,
         probs,
         partials,
-        num_rows,
+        row_index,
+        num_rows(x, row_index),
+        x.shape[0],
         columns,
         depth,
         x.stride(0),
@@ -154,15 +159,27 @@ def m_grouped_gemm(
     bias_scale: Tensor | None,
     transpose_w: bool,
     tiles: Tensor | None = None,
+    row_index: Tensor | None = None,
+    zero_gaps: bool = True,
 ) -> Tensor:
     columns = w.shape[1 if transpose_w else 2]
-    y = x.new_empty(x.shape[0], columns)
+    y = x.new_empty(num_rows(x, row_index), columns)
     if y.numel():
-        tiles = schedule_of(tiles, starts, ends, x.shape[0])
-        block = row_block(x.shape[0], w.shape[0])
-        tile = choose_tile("product", x.dtype, capability(x.device), block, contraction(x.shape[1]))
-        scale = contiguous(bias_scale)
-        launch_m_grouped(STORE, x, w, tiles, tile, columns, transpose_w, y=y, bias=contiguous(bias), probs=scale)
+        tiles = schedule_of(tiles, starts, ends, y.shape[0])
+        block = row_block(y.shape[0], w.shape[0])
+        launch_m_grouped(
+            STORE if zero_gaps else STORE_OWNED,
+            x,
+            w,
+            tiles,
+            choose_tile("product", x.dtype, capability(x.device), block, contraction(x.shape[1])),
+            columns,
+            transpose_w,
+            y=y,
+            bias=contiguous(bias),
+            probs=contiguous(bias_scale),
+            row_index=row_index,
+        )
     return y
 
 
@@ -175,15 +192,17 @@ def fc1_activation(
     probs: Tensor | None,
     activation: str,
     tiles: Tensor | None = None,
+    row_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     gate = ACTIVATIONS[activation].gated
     width = fc1_weight.shape[1]
     columns = width // 2 if gate else width
-    h, a = x.new_empty(x.shape[0], width), x.new_empty(x.shape[0], columns)
+    rows = num_rows(x, row_index)
+    h, a = x.new_empty(rows, width), x.new_empty(rows, columns)
     if h.numel():
-        tiles = schedule_of(tiles, starts, ends, x.shape[0])
+        tiles = schedule_of(tiles, starts, ends, rows)
         kind = "fc1" if gate else "product"
-        tile = choose_tile(kind, x.dtype, capability(x.device), row_block(x.shape[0], fc1_weight.shape[0]))
+        tile = choose_tile(kind, x.dtype, capability(x.device), row_block(rows, fc1_weight.shape[0]))
         launch_m_grouped(
             ACTIVATE[activation],
             x,
@@ -196,6 +215,7 @@ def fc1_activation(
             h=h,
             bias=contiguous(fc1_bias),
             probs=contiguous(probs),
+            row_index=row_index,
         )
     return h, a
 
@@ -212,15 +232,16 @@ def fc2_dgrad_activation(
     need_a: bool,
     need_dprobs: bool,
     tiles: Tensor | None = None,
+    row_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    num_rows, columns = dy.shape[0], fc2_weight.shape[2]
-    dh, a = h.new_empty(h.shape), h.new_empty(num_rows if need_a else 0, columns)
-    if num_rows == 0:
+    rows, columns = h.shape[0], fc2_weight.shape[2]
+    dh, a = h.new_empty(h.shape), h.new_empty(rows if need_a else 0, columns)
+    if rows == 0:
         return dh, a, h.new_empty(0, dtype=torch.float32)
-    tiles = schedule_of(tiles, starts, ends, num_rows)
-    tile = choose_tile("dgrad", dy.dtype, capability(dy.device), row_block(num_rows, fc2_weight.shape[0]))
+    tiles = schedule_of(tiles, starts, ends, rows)
+    tile = choose_tile("dgrad", dy.dtype, capability(dy.device), row_block(rows, fc2_weight.shape[0]))
     column_tiles = cdiv(columns, tile.block_n) * tile.split
-    partials = h.new_empty(column_tiles, num_rows, dtype=torch.float32) if need_dprobs else None
+    partials = h.new_empty(column_tiles, rows, dtype=torch.float32) if need_dprobs else None
     launch_m_grouped(
         ACTIVATE_BACKWARD[activation],
         dy,
@@ -234,28 +255,37 @@ def fc2_dgrad_activation(
         h=h.contiguous(),
         probs=contiguous(probs),
         partials=partials,
+        row_index=row_index,
     )
-    return dh, a, sum_partials(partials, dy, fc2_bias, tiles, tile.block_m, starts.shape[0])
+    return dh, a, sum_partials(partials, dy, fc2_bias, tiles, tile.block_m, starts.shape[0], row_index)
 
 
 def sum_partials(
-    partials: Tensor | None, dy: Tensor, fc2_bias: Tensor | None, tiles: Tensor, block_m: int, num_experts: int
+    partials: Tensor | None,
+    dy: Tensor,
+    fc2_bias: Tensor | None,
+    tiles: Tensor,
+    block_m: int,
+    num_experts: int,
+    row_index: Tensor | None = None,
 ) -> Tensor:
     """dprobs (T,): the sums of every tile of columns (column tiles, T), and with a bias dy . b2_e; (0,) of None."""
-    num_rows, depth = dy.shape
-    dprobs = dy.new_empty(num_rows if partials is not None else 0, dtype=torch.float32)
+    rows = num_rows(dy, row_index)
+    dprobs = dy.new_empty(rows if partials is not None else 0, dtype=torch.float32)
     if partials is not None:
         kernel(sum_partials_kernel, TILE=block_m, BLOCK=32).launch(
-            (max_tiles(num_rows, num_experts, block_m),),
+            (max_tiles(rows, num_experts, block_m),),
             dy.device,
             partials,
             None if fc2_bias is None else dy,
             contiguous(fc2_bias),
+            row_index,
             tiles,
             dprobs,
-            num_rows,
+            rows,
+            dy.shape[0],
             partials.shape[0],
-            depth,
+            dy.shape[1],
             dy.stride(0),
             dy.stride(1),
         )

@@ -1,0 +1,73 @@
+"""What a call of the layer checks and decides before anything is computed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grouped_experts.activations import get_activation
+from grouped_experts.nn.autocast import autocast_dtype
+from grouped_experts.nn.function import Weights
+from grouped_experts.ops.checks import check_device, check_float, check_shape
+from grouped_experts.ops.permute import Routing
+from grouped_experts.ops.schedule import scheduled_ranges
+from grouped_experts.rows import RowRanges
+
+
+def check_weights(
+    weights: Weights, activation: str, num_experts: int, hidden_size: int, intermediate_size: int, like: Tensor
+) -> None:
+    """Weights may come from elsewhere (`torch.func.functional_call`, parametrisations): of those sizes they must be."""
+    width = get_activation(activation).width(intermediate_size)
+    shapes = ((width, hidden_size), (hidden_size, intermediate_size), (width,), (hidden_size,))
+    for name, weight, shape in zip(Weights._fields, weights, shapes, strict=True):
+        if weight is None:
+            continue
+        if is_dtensor(weight):
+            raise TypeError(f"{name}: wanted a plain tensor, got a DTensor: unwrap it (as fully_shard does) first")
+        check_float(name, weight)
+        check_shape(name, weight, (num_experts, *shape), "(E, ...)")
+        check_device(name, weight, like=like)
+
+
+def is_dtensor(tensor: Tensor | None) -> bool:
+    # By its attribute: importing torch.distributed.tensor for an isinstance takes longer than the rest of the package.
+    return hasattr(tensor, "device_mesh")
+
+
+def compute_dtype(x: Tensor, weights: Weights) -> torch.dtype:
+    """The dtype that the products run in: autocast's, or that of x, which the weights must not be narrower than."""
+    dtype = autocast_dtype(x)
+    if dtype is not None:
+        return dtype
+    for name, weight in zip(Weights._fields, weights, strict=True):
+        if weight is not None and torch.promote_types(weight.dtype, x.dtype) != weight.dtype:
+            raise TypeError(
+                f"{name}: wanted the dtype of x, {x.dtype}, or a wider one, got {weight.dtype}: "
+                "convert x, or use autocast"
+            )
+    return x.dtype
+
+
+def check_routing(
+    routing: Routing, x: Tensor, top_k_probs: Tensor | None, num_experts: int, slots: str, probs: str
+) -> None:
+    """That the routing is of the tokens x, of as many experts, and the probs of its choices; by the names given."""
+    if routing.num_experts != num_experts:
+        raise ValueError(f"routing: wanted one of {num_experts} experts, got one of {routing.num_experts}")
+    check_shape(slots, routing.slot_to_row, (x.shape[0], None), "(T, k)")
+    check_device(slots, routing.slot_to_row, like=x)
+    if top_k_probs is not None:
+        check_float(probs, top_k_probs)
+        check_shape(probs, top_k_probs, tuple(routing.slot_to_row.shape), "(T, k)")
+        check_device(probs, top_k_probs, like=x)
+
+
+def routed_ranges(routing: Routing, dtype: torch.dtype) -> tuple[RowRanges, Tensor | None]:
+    """The ranges of the rows that a routing makes, and their tiles where these come from the same kernel."""
+    if routing.rows is not None:
+        return routing.rows, routing.tiles
+    num_rows = routing.row_to_slot.shape[0]
+    if routing.counts.device.type == "cpu":
+        return RowRanges.contiguous(routing.counts, num_rows=num_rows), None
+    return scheduled_ranges(routing.counts, num_rows, None, dtype)
