@@ -25,8 +25,7 @@ from benchmarks.timing import Run, event_ms_of, waits_for_gpu
 from grouped_experts import GroupedMLP, routed_experts
 from grouped_experts.nn.function import copy_pays
 from grouped_experts.ops import route, unpermute
-from grouped_experts.ops.permute import gather_rows_op, permute_op
-from grouped_experts.ops.schedule import scheduled_ranges
+from grouped_experts.ops.permute import gather_rows_op, permute_op, route_rows
 
 ALONE = "experts alone"
 
@@ -64,7 +63,8 @@ def routed_layers(shape: Shape, peers: dict[str, RoutedExperts], rounds: int) ->
     failed = failures({name: case.step(run) for name, run in runs.items()}, case.exact())
     runs = {name: run for name, run in runs.items() if name not in failed}
     both, waiting = in_turns({name: case.step(run) for name, run in runs.items()}, rounds)
-    forward, _ = in_turns({name: case.inference(run) for name, run in runs.items()}, rounds)
+    forward, also = in_turns({name: case.inference(run) for name, run in runs.items()}, rounds)
+    waiting += [name for name in also if name not in waiting]
     kept = {name: kept_bytes(case, run) for name, run in runs.items()}
     return Layers(shape, both, forward, kept, time_pieces(case, rounds), failed, waiting)
 
@@ -81,19 +81,18 @@ def pieces(case: Case) -> dict[str, Run]:
     x is gathered in the loads of fc1 and of its weight gradient, dy in those of fc2's dgrad and weight gradient where I
     is small, and else copied once for both.
     """
-    experts, (tokens, top_k) = case.fc1_weight.shape[0], case.ids.shape
+    experts, top_k = case.fc1_weight.shape[0], case.ids.shape[1]
     routing = route(case.ids, experts)
     index = routing.row_to_token()
     slots = routing.slot_to_row.view(-1, 1), routing.row_to_slot
     x, probs, dy = case.x.detach(), case.probs.detach().view(-1, 1), case.dy
     y = x.repeat_interleave(top_k, dim=0)
     made: dict[str, Run] = {
-        "route": lambda: scheduled_ranges(route(case.ids, experts).counts, tokens * top_k, None, x.dtype),
-        "row index": routing.row_to_token,
+        "route": lambda: route_rows(case.ids, experts, x.dtype),
         "probs": lambda: permute_op(probs, *slots),
         "combine y": lambda: unpermute(y, routing),
         "combine dx": lambda: unpermute(y, routing),
-        "combine dprobs": lambda: permute_op(probs, *slots),
+        "dprobs": lambda: permute_op(probs, index[:, None], routing.slot_to_row.view(-1)),
     }
     if copy_pays(dy, case.fc2_weight):
         made["copy of dy"] = lambda: gather_rows_op(dy, index)

@@ -323,3 +323,9 @@ def test_rows_are_scheduled_as_they_are_apart(shape: tuple[int, int, int], forei
     written = 1 + int(wanted[0, 1])
     assert torch.equal(tiles[0, :2], wanted[0, :2])
     assert torch.equal(tiles[1:written, :3], wanted[1:written, :3])
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 4), (1, 8, 300), (0, 2, 3), (4, 0, 3)])
+def test_opcheck_of_rows(shape: tuple[int, int, int]) -> None:
+    ids = torch.randint(0, shape[2] + 1, shape[:2], device=DEVICE)
+    torch.library.opcheck(torch.ops.grouped_experts.route_rows.default, (ids, shape[2], torch.float32))

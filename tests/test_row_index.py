@@ -36,6 +36,7 @@ from grouped_experts.ops import (
 )
 from grouped_experts.ops.families import FAMILIES, has_triton, use_family
 from grouped_experts.ops.schedule import tile_schedule_op
+from grouped_experts.rows import GATHERED_COLUMNS
 
 OPS = torch.ops.grouped_experts
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -710,8 +711,7 @@ def assert_bits(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Non
 
 
 def test_sizes_lie_on_both_sides_of_the_border() -> None:
-    tiles = pytest.importorskip("grouped_experts.ops.hopper.tiles", reason="needs Triton", exc_type=ImportError)
-    assert max(NARROW) <= tiles.GATHERED_COLUMNS < min(WIDE)
+    assert max(NARROW) <= GATHERED_COLUMNS < min(WIDE)
 
 
 @pytest.mark.gpu
@@ -846,3 +846,18 @@ def test_gluon_rows_that_are_not_aligned_go_to_the_portable_kernels(paths: list[
     y = m_grouped_gemm(x, w, rows, row_index=index)
     assert "not aligned" in drained(paths)[0]
     assert_same(y, m_grouped_gemm(case.copied(x, index), w, rows))
+
+
+@pytest.mark.usefixtures("many_threads")
+def test_gradients_of_many_rows_repeat_to_the_bit() -> None:
+    """Without torch's deterministic mode, in which scattered sums are serial."""
+    index = torch.randint(0, 500, (20000,), dtype=torch.int32)
+    rows = RowRanges.contiguous([12000, 8000])
+    x, w, dy = torch.randn(500, 64, requires_grad=True), torch.randn(2, 8, 64), torch.randn(20000, 8)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        first, *others = (torch.autograd.grad(m_grouped_gemm(x, w, rows, row_index=index), x, dy)[0] for _ in range(6))
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+    assert all(torch.equal(first, other) for other in others)

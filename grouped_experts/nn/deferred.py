@@ -92,7 +92,7 @@ class PendingGradient:
         if self.versions != tuple(tensor._version for tensor in self.gradient.tensors()):
             raise RuntimeError(
                 f"backward_dw: a tensor that the pending gradient of {self.name} is made of (x, the gradient of the "
-                "output, or a range) was modified in place after the backward"
+                "output, probs, a range or a routing) was modified in place after the backward"
             )
 
     def keep_alive_on_current_stream(self) -> None:

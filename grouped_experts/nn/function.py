@@ -33,7 +33,7 @@ from grouped_experts.ops.m_grouped import m_grouped_gemm_op
 from grouped_experts.ops.permute import Routing, gather_rows_op, permute_op, unpermute_op
 from grouped_experts.ops.schedule import tile_schedule_op
 from grouped_experts.registration import below_autograd
-from grouped_experts.rows import RowRanges, num_rows
+from grouped_experts.rows import GATHERED_COLUMNS, RowRanges, num_rows
 
 
 class Weights(NamedTuple):
@@ -221,7 +221,7 @@ def _forward(
         starts=starts,
         ends=ends,
         tiles=tiles if need_da else None,
-        slot_to_row=slot_to_row if need_da else None,
+        slot_to_row=slot_to_row if need_x or need_probs else None,
         row_index=row_index if need_da or any(needs) else None,
     )
     ctx.save_for_backward(*saved)
@@ -247,7 +247,9 @@ def _backward(ctx: Any, dy: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor
     x, h, probs, fc1_weight, fc2_weight, fc2_bias, starts, ends, tiles, slot_to_row, row_index = saved
     needs, dtype, rows, dy_index = ctx.needs, ctx.dtype, RowRanges(starts, ends), row_index
     need_x, need_probs = ctx.needs_input_grad[:2]
-    if row_index is not None and needs.fc2_weight and ctx.need_da and copy_pays(dy, fc2_weight):
+    # What waits keeps dy alone, not k rows of each token.
+    once = row_index is not None and needs.fc2_weight and ctx.need_da and ctx.deferral is None
+    if once and copy_pays(dy, fc2_weight):
         dy, dy_index = gather_rows_op(dy, row_index), None
     dh: Any = None  # stays None where nothing below wants it, as a does
     a: Any = None
@@ -268,15 +270,16 @@ def _backward(ctx: Any, dy: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor
             tiles,
             dy_index,
         )
-        if slot_to_row is not None and need_probs:
-            dprobs = unpermute_op(dprobs[:, None], slot_to_row.view(-1, 1), row_index).view(slot_to_row.shape)
+        if slot_to_row is not None and row_index is not None and need_probs:
+            slots = slot_to_row.view(-1)  # the row of every slot, -1 for none: then zero
+            dprobs = permute_op(dprobs[:, None], row_index[:, None], slots).view(slot_to_row.shape)
         dprobs = _cast(dprobs, probs.dtype) if probs is not None and need_probs else None
     elif needs.fc2_weight:
         a = scaled_activation_op(h, probs, starts, ends, ctx.activation)
     if need_x:
-        packed = slot_to_row is None
+        packed = row_index is None
         dx = m_grouped_gemm_op(dh, _cast(fc1_weight, dtype), starts, ends, None, None, False, tiles, None, packed)
-        if slot_to_row is not None:
+        if not packed:  # no gradient goes through here: which slots the rows are is not asked for
             dx = unpermute_op(dx, slot_to_row, row_index)
         dx = _cast(dx, ctx.x_dtype)
 
@@ -305,7 +308,7 @@ def copy_pays(dy: Tensor, fc2_weight: Tensor) -> bool:
 
     On an H200 both products with the copy take 1.2 times as long at I = 256, and 0.95 times at I = 768 or 1024.
     """
-    return dy.device.type == "cpu" or fc2_weight.shape[2] > 512
+    return dy.device.type == "cpu" or fc2_weight.shape[2] > GATHERED_COLUMNS
 
 
 def _refuse_double_backward(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

@@ -47,14 +47,17 @@ def _m_grouped_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 def _sum_rows(rows: Tensor, row_index: Tensor | None, num_rows: int) -> Tensor:
     """The adjoint of a row index: out[i] = sum of the rows r with row_index[r] = i, rounded once.
 
-    index_put sorts the indices and adds in their order, on a GPU too, where index_add would add in any.
+    In the order of the rows: index_add is serial on a CPU only, index_put on a GPU only, where it sorts.
     """
     if row_index is None:
         return rows
     out = rows.new_zeros(num_rows, rows.shape[1], dtype=accumulation_dtype(rows.dtype))
     if num_rows:
         index = row_index.clamp(0, num_rows - 1).long()  # rows of no expert are zero
-        out.index_put_((index,), rows.to(out.dtype), accumulate=True)
+        if out.device.type == "cpu":
+            out.index_add_(0, index, rows.to(out.dtype))
+        else:
+            out.index_put_((index,), rows.to(out.dtype), accumulate=True)
     return out.to(rows.dtype)
 
 

@@ -14,7 +14,7 @@ from grouped_experts.ops import reference
 from grouped_experts.ops.checks import check_device, check_float, check_shape
 from grouped_experts.ops.families import by_family
 from grouped_experts.ops.schedule import unscheduled_ranges, unwritten_schedule
-from grouped_experts.registration import define_gradient, define_op
+from grouped_experts.registration import define_gradient, define_op, refuse_gradient
 from grouped_experts.rows import RowRanges
 
 
@@ -75,7 +75,8 @@ def route_rows(top_k_ids: Tensor, num_experts: int, dtype: torch.dtype) -> Routi
     """`route`, with all that a layer goes on with, for products in `dtype`: on a GPU in one kernel for few slots."""
     _check_ids(top_k_ids, num_experts)
     counts, slot_to_row, row_to_slot, tokens, starts, ends, tiles = route_rows_op(top_k_ids, num_experts, dtype)
-    return Routing(counts, slot_to_row, row_to_slot, tokens, RowRanges(starts, ends), tiles)
+    written = None if dtype == torch.float64 else tiles  # of which there are no kernels
+    return Routing(counts, slot_to_row, row_to_slot, tokens, RowRanges(starts, ends), written)
 
 
 def _check_ids(top_k_ids: Tensor, num_experts: int) -> None:
@@ -185,11 +186,15 @@ unpermute_op = define_op(
 )
 
 
+# Row r is x[row_index[r]]; what an index that is no row of x makes is undefined.
 gather_rows_op = define_op(
     "gather_rows(Tensor x, Tensor row_index) -> Tensor",
     implementation=by_family("gather_rows"),
     fake=lambda x, row_index: x.new_empty(row_index.shape[0], x.shape[1]),
 )
+
+
+refuse_gradient(gather_rows_op)
 
 
 def _save_routing(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

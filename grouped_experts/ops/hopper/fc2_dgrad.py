@@ -23,12 +23,13 @@ from grouped_experts.ops.hopper.epilogues import load_rows
 from grouped_experts.ops.hopper.m_grouped import multiply
 from grouped_experts.ops.hopper.pipeline import ring
 from grouped_experts.ops.hopper.producers import produce, produce_gathered, row_tile
-from grouped_experts.ops.hopper.tiles import BLOCK_M, GATHERED_COLUMNS, Tile, choose_tile
+from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
 from grouped_experts.ops.portable.activations import GRADIENTS, VALUES
 from grouped_experts.ops.portable.launch import Kernel, cdiv, contiguous, kernel, num_processors
 from grouped_experts.ops.portable.permute import gather_rows
 from grouped_experts.ops.portable.products import sum_partials
 from grouped_experts.ops.portable.schedule import schedule_of
+from grouped_experts.rows import GATHERED_COLUMNS
 
 
 @gluon.jit
@@ -66,7 +67,8 @@ def consume(
 @gluon.jit
 def finish(
     dh_ptr, a_ptr, h_ptr, probs_ptr, partials_ptr, tiles_ptr, num_rows, N, K, da_smem, handed, taken,
-    ACT: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    ACT: gl.constexpr, ACT_GRADIENT: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr
 ):  # fmt: skip
     """Each tile in bands of ROWS rows; h and p of the next band are loaded before this one is finished."""
@@ -91,7 +93,7 @@ def finish(
             da = take(i, turn, da_smem, handed, taken, ROWS)
             finish_band(
                 da, gate, up, p, m0 + i * ROWS, end, i_n, dh_ptr, a_ptr, probs_ptr, partials_ptr, num_rows, N,
-                ACT, GATED
+                ACT, ACT_GRADIENT, GATED
             )  # fmt: skip
             gate, up, p = ahead
         turn ^= 1
@@ -114,7 +116,7 @@ def take(i: gl.constexpr, turn, da_smem, handed, taken, ROWS: gl.constexpr):
 @gluon.jit
 def finish_band(
     da, gate, up, p, m0, end, i_n, dh_ptr, a_ptr, probs_ptr, partials_ptr, num_rows, N,
-    ACT: gl.constexpr, GATED: gl.constexpr
+    ACT: gl.constexpr, ACT_GRADIENT: gl.constexpr, GATED: gl.constexpr
 ):  # fmt: skip
     """dh = act'(h) (p * da), a = p * act(h), partials = sum of da * act(h) over the tile's columns."""
     ROWS: gl.constexpr = da.shape[0]
@@ -124,7 +126,7 @@ def finish_band(
     n0 = i_n * BLOCK_N
     gate = gate.to(gl.float32)
     up = up.to(gl.float32)
-    s = ACT[0](gate, up, False)
+    s = ACT(gate, up, False)
     if partials_ptr is not None:  # behind column N stands 0 * dy, which is NaN for a dy of Inf
         m = m0 + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
         n = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
@@ -134,7 +136,7 @@ def finish_band(
     if probs_ptr is not None:
         ds = p[:, None] * da
         s = p[:, None] * s
-    d_gate, d_up = ACT[1](ds, gate, up, False)
+    d_gate, d_up = ACT_GRADIENT(ds, gate, up, False)
     store_part(dh_ptr, d_gate, m0, end, n0, N, 0, PARTS)
     if GATED:
         store_part(dh_ptr, d_up, m0, end, n0, N, 1, PARTS)
@@ -205,7 +207,8 @@ def fc2_dgrad_kernel(
     num_rows,
     eighths_of_N,  # so that 8 elements are one access, whatever else divides N
     K,  # with an index in eighths as well
-    ACT: gl.constexpr,  # (value, gradient) of the activation
+    ACT: gl.constexpr,
+    ACT_GRADIENT: gl.constexpr,
     GATED: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -234,7 +237,7 @@ def fc2_dgrad_kernel(
                 (consume, (1, tiles_ptr, N, 8 * K, x_smem, w_smem, da_smem, full, empty, handed, taken, GATHERED,
                     BLOCK_N, BLOCK_K, STAGES)),
                 (finish, (dh_ptr, a_ptr, h_ptr, probs_ptr, partials_ptr, tiles_ptr, num_rows, N, 8 * K, da_smem,
-                    handed, taken, ACT, GATED, ROWS, BLOCK_N, BLOCK_K, GROUP_M)),
+                    handed, taken, ACT, ACT_GRADIENT, GATED, ROWS, BLOCK_N, BLOCK_K, GROUP_M)),
                 (produce_gathered, (dy_ptr, index_ptr, num_source, eighths_of_stride, w_desc, tiles_ptr, N, K,
                     x_smem, w_smem, full, empty, 0, False, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
             ],
@@ -249,7 +252,7 @@ def fc2_dgrad_kernel(
                 (consume, (1, tiles_ptr, N, K, x_smem, w_smem, da_smem, full, empty, handed, taken, GATHERED,
                     BLOCK_N, BLOCK_K, STAGES)),
                 (finish, (dh_ptr, a_ptr, h_ptr, probs_ptr, partials_ptr, tiles_ptr, num_rows, N, K, da_smem,
-                    handed, taken, ACT, GATED, ROWS, BLOCK_N, BLOCK_K, GROUP_M)),
+                    handed, taken, ACT, ACT_GRADIENT, GATED, ROWS, BLOCK_N, BLOCK_K, GROUP_M)),
                 (produce, (dy_desc, w_desc, tiles_ptr, N, K, x_smem, w_smem, full, empty, 0, False,
                     BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
             ],
@@ -311,7 +314,8 @@ def fc2_dgrad_activation(
 def fc2_dgrad(tile: Tile, activation: str) -> Kernel:
     return kernel(
         fc2_dgrad_kernel,
-        ACT=(VALUES[activation], GRADIENTS[activation]),
+        ACT=VALUES[activation],
+        ACT_GRADIENT=GRADIENTS[activation],
         GATED=ACTIVATIONS[activation].gated,
         ROWS=16,
         BLOCK_N=tile.block_n,

@@ -1,4 +1,4 @@
-"""k-grouped GEMM in Gluon for sm_90: a producer warp and two consumer warpgroups, each with half the rows of a tile.
+"""k-grouped GEMM in Gluon for sm_90: a producer and two consumer warpgroups, each with half the rows of a tile.
 
 See docs/hopper.md for the pipeline.
 """

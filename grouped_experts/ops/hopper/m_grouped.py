@@ -1,4 +1,4 @@
-"""m-grouped GEMM in Gluon for sm_90: a producer warp, and two consumer warpgroups that each have half a tile's rows.
+"""m-grouped GEMM in Gluon for sm_90: a producer, and two consumer warpgroups that each have half a tile's rows.
 
 See docs/hopper.md for the pipeline.
 """

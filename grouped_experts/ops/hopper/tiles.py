@@ -21,10 +21,6 @@ class Tile:
 
 
 BLOCK_M = 128
-# Up to so many columns of weight fc2 dgrad gathers dy in its loads; for more, a copy is faster. The copy costs the more
-# the fewer they are: with it, the product runs at 0.69 of its speed with the gathering loads at 256 columns, as fast at
-# 768 and more. Products with wider tiles always gather in their loads.
-GATHERED_COLUMNS = 512
 ANY = sys.maxsize
 # By product: up to how many columns of the output (of each part, with a gate), and the tile.
 TILES = {

@@ -1,6 +1,7 @@
 """The activations as Triton functions: value and gradient of `grouped_experts.activations`, on fp32 blocks.
 
 A function without a gate takes the same arguments and ignores `up`. PRECISE: for fp32 data, whose last bits count.
+No sum of two products: a compiler may fuse either with the sum, and then the last bit depends on what else is computed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def swiglu(gate, up, PRECISE: tl.constexpr):
 def swiglu_gradient(ds, gate, up, PRECISE: tl.constexpr):
     s = sigmoid(gate, PRECISE)
     silu = gate * s
-    return ds * up * (s + silu * (1.0 - s)), ds * silu
+    return ds * up * (s * (1.0 + gate * (1.0 - s))), ds * silu
 
 
 @triton.jit
@@ -51,7 +52,7 @@ def geglu(gate, up, PRECISE: tl.constexpr):
 def geglu_gradient(ds, gate, up, PRECISE: tl.constexpr):
     cdf = gelu_cdf(gate)
     density = 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
-    return ds * up * (cdf + gate * density), ds * gate * cdf
+    return ds * up * tl.fma(gate, density, cdf), ds * gate * cdf
 
 
 @triton.jit
@@ -72,7 +73,7 @@ def clamped_swiglu_gradient(ds, gate, up, PRECISE: tl.constexpr):
     g, u = clamped(gate, up)
     s = sigmoid(g * ALPHA, PRECISE)
     swish = g * s
-    d_gate = ds * (u + 1.0) * (s + swish * ALPHA * (1.0 - s))
+    d_gate = ds * (u + 1.0) * tl.fma(swish * ALPHA, 1.0 - s, s)
     d_up = ds * swish
     return tl.where(gate <= LIMIT, d_gate, 0.0), tl.where(tl.abs(up) <= LIMIT, d_up, 0.0)
 

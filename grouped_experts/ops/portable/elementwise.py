@@ -82,7 +82,8 @@ def scaled_activation_backward_kernel(
     stride_dan,
     stride_h,
     stride_hn,
-    ACT: tl.constexpr,  # (value, gradient)
+    ACT: tl.constexpr,
+    ACT_GRADIENT: tl.constexpr,
     GATED: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -109,11 +110,11 @@ def scaled_activation_backward_kernel(
                 up = tl.load(at + tl.cast(I, tl.int64) * stride_hn, mask=owned, other=0.0).to(tl.float32)
             at_da = da_ptr + m[:, None].to(tl.int64) * stride_da + n[None, :].to(tl.int64) * stride_dan
             da = tl.load(at_da, mask=owned, other=0.0).to(tl.float32)
-            s = ACT[0](gate, up, PRECISE)
+            s = ACT(gate, up, PRECISE)
             total += tl.where(owned, da * s, 0.0)
             at_a = a_ptr + m[:, None].to(tl.int64) * I + n[None, :]
             tl.store(at_a, (p[:, None] * s).to(a_ptr.dtype.element_ty), mask=inside)
-            d_gate, d_up = ACT[1](p[:, None] * da, gate, up, PRECISE)
+            d_gate, d_up = ACT_GRADIENT(p[:, None] * da, gate, up, PRECISE)
             at_dh = dh_ptr + m[:, None].to(tl.int64) * width + n[None, :]
             tl.store(at_dh, d_gate.to(dh_ptr.dtype.element_ty), mask=inside)
             if GATED:
@@ -190,7 +191,8 @@ def scaled_activation_backward(
         tiles, tile_rows, rows, programs = programs_for(h, starts, ends, 8)
         kernel(
             scaled_activation_backward_kernel,
-            ACT=(activations.VALUES[activation], activations.GRADIENTS[activation]),
+            ACT=activations.VALUES[activation],
+            ACT_GRADIENT=activations.GRADIENTS[activation],
             GATED=get_activation(activation).gated,
             TILE=tile_rows,
             ROWS=rows,

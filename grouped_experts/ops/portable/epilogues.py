@@ -35,6 +35,7 @@ def store_product(
     num_rows,
     N,
     ACT: tl.constexpr,
+    ACT_GRADIENT: tl.constexpr,
     GATED_H: tl.constexpr,
     EVEN_N: tl.constexpr,
     TMA: tl.constexpr,
@@ -76,7 +77,8 @@ def activate(
     partials_ptr,
     num_rows,
     N,
-    ACT: tl.constexpr,  # value of the activation
+    ACT: tl.constexpr,
+    ACT_GRADIENT: tl.constexpr,
     GATED_H: tl.constexpr,
     EVEN_N: tl.constexpr,
     TMA: tl.constexpr,
@@ -124,7 +126,8 @@ def activate_backward(
     partials_ptr,  # (column tiles, T) or None
     num_rows,
     N,
-    ACT: tl.constexpr,  # (value, gradient) of the activation
+    ACT: tl.constexpr,
+    ACT_GRADIENT: tl.constexpr,
     GATED_H: tl.constexpr,
     EVEN_N: tl.constexpr,
     TMA: tl.constexpr,
@@ -143,12 +146,12 @@ def activate_backward(
     p = tl.full((BLOCK_M,), 1.0, tl.float32)
     if probs_ptr is not None:
         p = tl.load(probs_ptr + m, mask=m < end, other=0.0).to(tl.float32)
-    d_gate, d_up = ACT[1](p[:, None] * acc, gate, up, PRECISE)
+    d_gate, d_up = ACT_GRADIENT(p[:, None] * acc, gate, up, PRECISE)
     store_rows(y, y_ptr, d_gate, m0, end, n0, N, 0, PARTS, TMA, BLOCK_M, BLOCK_N)
     if GATED_H:
         store_rows(y, y_ptr, d_up, m0, end, n0, N, 1, PARTS, TMA, BLOCK_M, BLOCK_N)
     if a_ptr is not None or partials_ptr is not None:
-        s = ACT[0](gate, up, PRECISE)
+        s = ACT(gate, up, PRECISE)
         if partials_ptr is not None:
             total = acc * s
             if not EVEN_N:  # behind column N stands 0 * dy, which is NaN for a dy of Inf

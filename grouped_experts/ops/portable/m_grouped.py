@@ -113,6 +113,7 @@ def m_grouped_kernel(
     EPILOGUE: tl.constexpr,
     AHEAD: tl.constexpr,  # what the epilogue reads, loaded before it is needed, or None
     ACT: tl.constexpr,
+    ACT_GRADIENT: tl.constexpr,
     TWO_PRODUCTS: tl.constexpr,  # the products with rows n and N + n of the weight side by side
     GATED_H: tl.constexpr,
     EVEN_N: tl.constexpr,  # N is a multiple of BLOCK_N
@@ -167,7 +168,7 @@ def m_grouped_kernel(
         if SPLIT == 1:
             EPILOGUE(
                 acc, acc_up, ahead, expert, m0, end, n0, i_n, y, a, h, y_ptr, a_ptr, h_ptr, bias_ptr, probs_ptr,
-                partials_ptr, num_rows, N, ACT, GATED_H, EVEN_N, TMA_OUT, BLOCK_M, BLOCK_N
+                partials_ptr, num_rows, N, ACT, ACT_GRADIENT, GATED_H, EVEN_N, TMA_OUT, BLOCK_M, BLOCK_N
             )  # fmt: skip
         else:
             # One part of the columns after the other, for epilogues that need more registers than a whole tile leaves.
@@ -182,7 +183,8 @@ def m_grouped_kernel(
                     following = AHEAD(h, h_ptr, m0, end, n0 + (i + 1) * WIDTH, N, GATED_H, TMA_OUT, BLOCK_M, WIDTH)
                 EPILOGUE(
                     part, part, ahead, expert, m0, end, n0 + i * WIDTH, SPLIT * i_n + i, y, a, h, y_ptr, a_ptr, h_ptr,
-                    bias_ptr, probs_ptr, partials_ptr, num_rows, N, ACT, GATED_H, EVEN_N, TMA_OUT, BLOCK_M, WIDTH
+                    bias_ptr, probs_ptr, partials_ptr, num_rows, N, ACT, ACT_GRADIENT, GATED_H, EVEN_N, TMA_OUT,
+                    BLOCK_M, WIDTH
                 )  # fmt: skip
                 ahead = following
 

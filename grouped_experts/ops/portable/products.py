@@ -35,7 +35,8 @@ class Epilogue:
 
     function: Any  # of `epilogues`
     ahead: Any = None  # of `epilogues`: what the function reads
-    act: Any = None  # of `activations`: what the function wants
+    act: Any = None  # of `activations`; apart, since of a tuple Triton does not notice when a function changes
+    act_gradient: Any = None
     two_products: bool = False  # gate and up side by side
     gated_h: bool = False
     gaps: bool = False  # rows of no expert are tiles as well
@@ -51,7 +52,8 @@ ACTIVATE_BACKWARD = {
     name: Epilogue(
         epilogues.activate_backward,
         epilogues.load_h,
-        (activations.VALUES[name], activations.GRADIENTS[name]),
+        activations.VALUES[name],
+        activations.GRADIENTS[name],
         gated_h=act.gated,
     )
     for name, act in ACTIVATIONS.items()
@@ -131,6 +133,7 @@ def m_grouped(
         EPILOGUE=epilogue.function,
         AHEAD=epilogue.ahead,
         ACT=epilogue.act,
+        ACT_GRADIENT=epilogue.act_gradient,
         TWO_PRODUCTS=epilogue.two_products,
         GATED_H=epilogue.gated_h,
         EVEN_N=even,
