@@ -21,8 +21,8 @@ from grouped_experts.ops.hopper.descriptors import operand_descriptors
 from grouped_experts.ops.hopper.dispatch import is_fast
 from grouped_experts.ops.hopper.epilogues import load_rows
 from grouped_experts.ops.hopper.m_grouped import multiply
+from grouped_experts.ops.hopper.m_producer import produce, produce_gathered, row_tile
 from grouped_experts.ops.hopper.pipeline import ring
-from grouped_experts.ops.hopper.producers import produce, produce_gathered, row_tile
 from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
 from grouped_experts.ops.portable.activations import GRADIENTS, VALUES
 from grouped_experts.ops.portable.launch import Kernel, cdiv, contiguous, kernel, num_processors

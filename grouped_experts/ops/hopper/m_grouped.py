@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from grouped_experts.ops.hopper.m_producer import produce, produce_gathered, row_tile
 from grouped_experts.ops.hopper.pipeline import advance, ring
-from grouped_experts.ops.hopper.producers import produce, produce_gathered, row_tile
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Producers of m-grouped products: the warps that fill the ring with the rows and the weight of one tile after another.
+"""The producers of m-grouped products: the warps that fill the ring with rows and weight, tile after tile.
 
 Rows that follow one another come by TMA, as the weight does. Rows of a row index are gathered by `cp.async`, 16 bytes a
 thread, four warps of it: TMA on Hopper loads neighbouring rows only.
