@@ -156,7 +156,7 @@ def sum_partials_kernel(
                 n = n0 + tl.arange(0, BLOCK)
                 at = dy_ptr + source[:, None].to(tl.int64) * stride_dy + n[None, :].to(tl.int64) * stride_dyn
                 dy = tl.load(at, mask=owned[:, None] & (n < H)[None, :], other=0.0).to(tl.float32)
-                bias = tl.load(bias_ptr + e * H + n, mask=(n < H) & (expert >= 0), other=0.0).to(tl.float32)
+                bias = tl.load(bias_ptr + e * H + n, mask=n < tl.where(expert < 0, 0, H), other=0.0).to(tl.float32)
                 total += tl.sum(tl.where(owned[:, None], dy * bias[None, :], 0.0), 1)
         tl.store(dprobs_ptr + m, total, mask=m < end)
 
