@@ -24,8 +24,9 @@ from grouped_experts.ops.portable.launch import (
     suits_tma,
 )
 from grouped_experts.ops.portable.m_grouped import m_grouped_kernel
+from grouped_experts.ops.portable.permute import gather_rows
 from grouped_experts.ops.portable.schedule import max_tiles, schedule_of
-from grouped_experts.ops.portable.tiles import Tile, choose_tile, contraction, row_block
+from grouped_experts.ops.portable.tiles import ROW_BLOCKS, Tile, choose_tile, contraction, row_block
 from grouped_experts.rows import num_rows
 
 
@@ -205,7 +206,10 @@ def fc1_activation(
     if h.numel():
         tiles = schedule_of(tiles, starts, ends, rows)
         kind = "fc1" if gate else "product"
-        tile = choose_tile(kind, x.dtype, capability(x.device), row_block(rows, fc1_weight.shape[0]))
+        block = row_block(rows, fc1_weight.shape[0])
+        if block == ROW_BLOCKS[-1] and suits_tma(x):  # TMA needs no addresses, with which gate and up would spill
+            x, row_index = gather_rows(x, row_index), None
+        tile = choose_tile(kind, x.dtype, capability(x.device), block)
         launch_m_grouped(
             ACTIVATE[activation],
             x,
@@ -242,7 +246,10 @@ def fc2_dgrad_activation(
     if rows == 0:
         return dh, a, h.new_empty(0, dtype=torch.float32)
     tiles = schedule_of(tiles, starts, ends, rows)
-    tile = choose_tile("dgrad", dy.dtype, capability(dy.device), row_block(rows, fc2_weight.shape[0]))
+    block = row_block(rows, fc2_weight.shape[0])
+    if block == ROW_BLOCKS[-1]:  # with the addresses of so many rows, the activation's backward would spill
+        dy, row_index = gather_rows(dy, row_index), None
+    tile = choose_tile("dgrad", dy.dtype, capability(dy.device), block)
     column_tiles = cdiv(columns, tile.block_n) * tile.split
     partials = h.new_empty(column_tiles, rows, dtype=torch.float32) if need_dprobs else None
     launch_m_grouped(
