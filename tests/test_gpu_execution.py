@@ -11,15 +11,14 @@ import os
 import subprocess
 import sys
 import threading
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 import gpu_small_cases
 import pytest
 import torch
-from conftest import needs_cuda
+from conftest import needs_cuda, no_synchronisation
 from layer import WEIGHTS, Results, assert_same, by_layer, gradients, rand
 from torch import Tensor
 
@@ -78,20 +77,6 @@ def copied(results: Results) -> Results:
 
 
 # ---- the host does not wait
-
-
-@contextlib.contextmanager
-def no_synchronisation() -> Iterator[None]:
-    """A RuntimeError where torch makes the host wait for the GPU."""
-    torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def two_micro_batches(batch: Batch) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import needs_cuda
+from conftest import needs_cuda, no_synchronisation
 from exact import assert_rounded_once, exact_route
 from hypothesis import given
 from hypothesis import strategies as st
@@ -359,19 +359,14 @@ def test_ids_out_of_range_on_a_device_count_as_elsewhere() -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_host_synchronisation() -> None:
     ids = random_ids(30, 2, 4, "cuda")
     x = randn(30, 8, dtype=torch.bfloat16, device="cuda").requires_grad_()
     probs = torch.rand(30, 2, device="cuda", requires_grad=True)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         permuted = permute(x, ids, probs, 4)
         out = unpermute(permuted.x, permuted.routing)
         (out.sum() + permuted.probs.sum()).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 BAD_ARGUMENTS: dict[str, tuple[dict[str, object], type[Exception], str]] = {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import needs_cuda
+from conftest import needs_cuda, no_synchronisation
 from hypothesis import given
 from hypothesis import strategies as st
 from inputs import seeds, unchanged
@@ -260,18 +260,13 @@ def test_sizes_of_real_layers(num_tokens: int, num_experts: int) -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("num_tokens", [16, 4096])
 def test_graph_follows_the_ids_and_the_host_does_not_wait(num_tokens: int) -> None:
     batches = [random_ids(num_tokens, 8, 32) for _ in range(3)]
     ids = batches[0].clone()
     module.route(ids, 32)  # compiles
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         module.route(ids, 32)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = module.route(ids, 32)

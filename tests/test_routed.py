@@ -5,20 +5,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import random
-import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import needs_cuda
+from conftest import needs_cuda, no_synchronisation
 from exact import eps, plain_activation
 from inputs import ACTIVATIONS, STRIDES, unchanged
 from layer import (
@@ -816,20 +814,6 @@ def large_case(dtype: torch.dtype, inner: int, **options: Any) -> Case:
         for name in ("fc1_weight", "fc2_weight"):
             case.weights[name] /= 8
     return case
-
-
-@contextlib.contextmanager
-def no_synchronisation() -> Iterator[None]:
-    """A RuntimeError where torch makes the host wait for the GPU."""
-    torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 @pytest.mark.gpu

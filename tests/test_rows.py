@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import needs_cuda
+from conftest import needs_cuda, no_synchronisation
 from hypothesis import given
 from hypothesis import strategies as st
 from inputs import COUNTS, LAYOUTS, Layout, layouts
@@ -403,21 +403,16 @@ def test_device_counts_never_leave_the_rows(
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_host_synchronisation() -> None:
     counts = torch.tensor([3, 0, 4], device="cuda")
     m_indices = torch.tensor([0, 0, -1, 2], device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         RowRanges.contiguous(counts, num_rows=7)
         RowRanges.padded(counts, 8)
         RowRanges.masked(counts, 4)
         RowRanges.from_padded_cumsum(counts.cumsum(0), 1)
         RowRanges.from_m_indices(m_indices, 3)
         RowRanges.from_m_indices(m_indices, 3, validate=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -184,16 +184,12 @@ unpermute_op = define_op(
     implementation=by_family("unpermute"),
     fake=lambda y, slot_to_row, row_to_slot: y.new_empty(slot_to_row.shape[0], y.shape[1]),
 )
-
-
 # Row r is x[row_index[r]]; what an index that is no row of x makes is undefined.
 gather_rows_op = define_op(
     "gather_rows(Tensor x, Tensor row_index) -> Tensor",
     implementation=by_family("gather_rows"),
     fake=lambda x, row_index: x.new_empty(row_index.shape[0], x.shape[1]),
 )
-
-
 refuse_gradient(gather_rows_op)
 
 

@@ -80,20 +80,9 @@ def consume(
             portion = (steps - step) * i // PORTIONS
             next_portion = gl.where(i == PARTS - 1, steps - step, (steps - step) * (i + 1) // PORTIONS)
             acc, done, stage, phase = contract_blocks(
-                half,
-                step + portion,
-                step + next_portion,
-                acc,
-                done,
-                stage,
-                phase,
-                a_smem,
-                b_smem,
-                full,
-                empty,
-                GATHERED,
-                STAGES,
-            )
+                half, step + portion, step + next_portion, acc, done, stage, phase, a_smem, b_smem, full, empty,
+                GATHERED, STAGES
+            )  # fmt: skip
         e_before, m0_before, n0_before, rows_before, piece_before = e, m0 + half * HALF, n0, rows, piece
         e, m0, n0, rows, piece = hear(turn, places, announced, heard)
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -251,11 +240,10 @@ def launch_k_grouped(
 ) -> None:
     num_experts, rows, columns = c.shape
     contracted = num_rows(a, a_index)
-    if accumulate or (a_index is not None and b_index is not None):
-        # One operand is gathered at a time, and none by the smaller tiles of sums: a copy is faster than their loads.
+    if accumulate:  # its tiles are smaller: a copy is faster than their loads
+        a, a_index = gather_rows(a, a_index), None
+    if accumulate or a_index is not None:  # one operand is gathered at a time
         b, b_index = gather_rows(b, b_index), None
-        if accumulate:
-            a, a_index = gather_rows(a, a_index), None
     index, gathered = (a_index, a) if a_index is not None else (b_index, b)
     tile = choose_tile("sum" if accumulate else "wgrad", columns)
     half = BLOCK_M // 2

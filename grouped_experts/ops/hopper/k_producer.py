@@ -47,7 +47,7 @@ def produce(
     """Chooses tiles, and loads for them; the next one is looked up while the ring is full.
 
     By one warp, or where the operand SIDE (a or b) is gathered by four.
-    Unlike m_grouped.py's producer it may carry what it loaded to the next turn, since its loop stores.
+    Unlike the one of m_producer.py it may carry what it loaded to the next turn, since its loop stores.
     """
     BLOCK_T: gl.constexpr = a_desc.block_type.shape[2]
     WIDTH: gl.constexpr = b_desc.block_type.shape[3] if SIDE == "b" else a_desc.block_type.shape[3]
