@@ -7,192 +7,34 @@ from __future__ import annotations
 
 import copy
 import gc
-import random
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from conftest import needs_cuda, no_synchronisation
-from exact import eps, plain_activation
 from inputs import ACTIVATIONS, STRIDES, unchanged
 from layer import (
     WEIGHTS,
     Ops,
     Results,
-    Rounding,
     assert_equal_sums,
     assert_right,
     assert_same,
-    exactly,
     gradients,
     rand,
-    rounding_to,
     subsets,
 )
+from routed import Case, assert_as_by_definition, backward, by_definition, by_function, by_rows, make_case, random_case
 from torch import Tensor
 
 import grouped_experts
-from grouped_experts import GroupedMLP, MoE, RowRanges, routed_experts
-from grouped_experts.nn.function import Weights, apply_experts
-from grouped_experts.ops import permute, route, unpermute
+from grouped_experts import GroupedMLP, MoE, routed_experts
+from grouped_experts.ops import route
 from grouped_experts.ops.families import has_triton, use_family
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-
-
-# ---- a case, and three ways to compute it
-
-
-@dataclass(frozen=True)
-class Case:
-    """Leaves of x (T, H), ids (T, k), probs (T, k) or None and the weights, and a gradient of y."""
-
-    x: Tensor
-    ids: Tensor
-    probs: Tensor | None
-    weights: dict[str, Tensor]
-    dy: Tensor
-    activation: str
-
-    @property
-    def num_experts(self) -> int:
-        return self.weights["fc1_weight"].shape[0]
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        return {"x": self.x} | ({} if self.probs is None else {"probs": self.probs}) | self.weights
-
-    def results(self, y: Tensor) -> Results:
-        """y and all gradients that are wanted."""
-        wanted = {name: t for name, t in self.tensors.items() if t.requires_grad}
-        grads = torch.autograd.grad(y, list(wanted.values()), self.dy.to(y.dtype), materialize_grads=True)
-        none: Results = dict.fromkeys(self.tensors)
-        return {"y": y.detach()} | none | dict(zip(wanted, grads, strict=True))
-
-    def layer(self, **options: Any) -> GroupedMLP:
-        """A module that has these very weights."""
-        num_experts, hidden, inner = self.weights["fc2_weight"].shape
-        bias = "fc1_bias" in self.weights
-        layer = GroupedMLP(hidden, inner, num_experts, activation=self.activation, bias=bias, device="meta", **options)
-        for name, weight in self.weights.items():
-            setattr(layer, name, torch.nn.Parameter(weight.detach(), requires_grad=weight.requires_grad))
-        return layer
-
-
-def make_case(
-    ids: Tensor,
-    num_experts: int,
-    hidden: int = 6,
-    inner: int = 4,
-    *,
-    dtype: torch.dtype = FP32,
-    probs_dtype: torch.dtype | None = FP32,
-    bias: bool = True,
-    activation: str = "swiglu",
-    weight_dtype: torch.dtype | None = None,
-) -> Case:
-    device = str(ids.device)
-    width = inner if activation == "squared_relu" else 2 * inner
-    shapes = {"fc1_weight": (width, hidden), "fc2_weight": (hidden, inner)}
-    shapes |= {"fc1_bias": (width,), "fc2_bias": (hidden,)} if bias else {}
-    weights = {
-        name: rand(num_experts, *shape, dtype=weight_dtype or dtype, device=device) for name, shape in shapes.items()
-    }
-    probs = None if probs_dtype is None else rand(*ids.shape, dtype=probs_dtype, device=device, low=0)
-    x, dy = (rand(ids.shape[0], hidden, dtype=dtype, device=device) for _ in range(2))
-    return Case(x, ids, probs, weights, dy.detach(), activation)
-
-
-def by_function(case: Case) -> Results:
-    return case.results(routed_experts(case.x, case.ids, case.probs, **case.weights, activation=case.activation))
-
-
-def materialised(case: Case) -> Tensor:
-    """Rows copied into their experts' order, the layer on them, and back."""
-    probs = torch.ones(case.ids.shape, device=case.x.device) if case.probs is None else case.probs
-    rows = permute(case.x, case.ids, probs, case.num_experts)
-    ranges = RowRanges.contiguous(rows.counts, num_rows=rows.x.shape[0])
-    row_probs = None if case.probs is None else rows.probs
-    weights = Weights(*(case.weights.get(name) for name in WEIGHTS))
-    y = apply_experts(rows.x, row_probs, ranges, None, None, weights, case.activation, case.x.dtype)
-    return unpermute(y, rows.routing)
-
-
-def by_rows(case: Case) -> Results:
-    return case.results(materialised(case))
-
-
-def by_definition(case: Case, dtype: torch.dtype, rounding: Rounding = exactly) -> Results:
-    """Every expert on all tokens, and of it as much as they chose; `rounding` where a result is stored."""
-
-    def leaf(t: Tensor) -> Tensor:
-        return t.detach().to(torch.promote_types(t.dtype, dtype)).requires_grad_(t.requires_grad)
-
-    x = case.x.detach()
-    nobody = case.ids.eq(case.num_experts).all(1, keepdim=True)
-    x = torch.where(nobody, 0, x).to(dtype).requires_grad_(case.x.requires_grad)
-    probs = torch.ones(case.ids.shape, dtype=dtype, device=x.device) if case.probs is None else leaf(case.probs)
-    leaves = {name: leaf(w) for name, w in case.weights.items()}
-    y = torch.zeros_like(x)
-    for e in range(case.num_experts):
-        w1, w2, b1, b2 = (leaves[name][e].to(dtype) if name in leaves else None for name in WEIGHTS)
-        a = rounding(plain_activation(rounding(F.linear(x, w1, b1)), case.activation))
-        of_expert = rounding(F.linear(a, w2, b2))
-        y = y + (torch.where(case.ids == e, probs, 0).sum(1, keepdim=True) * of_expert).to(dtype)
-    tensors = {"x": x} | ({} if case.probs is None else {"probs": probs}) | leaves
-    return replace(case, x=x, probs=tensors.get("probs"), weights=leaves).results(rounding(y))
-
-
-def random_ids(r: random.Random, num_experts: int, choices: int, tokens: int) -> Tensor:
-    """Distinct experts, any, hardly more than one, some or all of nobody; duplicates among a token's, too."""
-    experts = list(range(num_experts))
-    busy = r.sample(experts, r.randint(1, num_experts))
-    ways: list[Callable[[], list[int]]] = [
-        lambda: r.sample(experts, choices),
-        lambda: r.choices(experts, k=choices),
-        lambda: r.choices(busy, k=choices),
-        lambda: r.choices([*experts, num_experts], k=choices),
-        lambda: [num_experts] * choices,
-    ]
-    kind = r.randrange(7)
-    chosen = [ways[kind if kind < 5 else r.randrange(5)]() for _ in range(tokens)]
-    return torch.tensor(chosen, dtype=r.choice([torch.int32, torch.int64])).view(tokens, choices)
-
-
-def random_case(seed: int, dtype: torch.dtype, device: str) -> Case:
-    r = random.Random(seed)
-    num_experts = r.randint(1, 6)
-    ids = random_ids(r, num_experts, r.randint(1, num_experts), r.choice([0, 1, 2, r.randint(3, 40)]))
-    case = make_case(
-        ids.to(device),
-        num_experts,
-        r.choice([1, 6, 16]),
-        r.choice([1, 4, 8]),
-        dtype=dtype,
-        probs_dtype=r.choice([None, FP32, dtype]),
-        bias=r.random() < 0.5,
-        activation=ACTIVATIONS[seed % 4],
-    )
-    with torch.no_grad():
-        case.x[case.ids.eq(num_experts).all(1)] = torch.nan
-    return case
-
-
-def assert_as_by_definition(actual: Results, case: Case) -> None:
-    dtype = case.x.dtype
-    exact = by_definition(case, FP64)
-    if dtype == FP64:
-        for name, value in exact.items():
-            tolerance = 1e-5 if actual[name].dtype == FP32 else 1e-12  # of probs in fp32
-            torch.testing.assert_close(actual[name].double(), value, rtol=tolerance, atol=tolerance)
-        return
-    terms = max(case.x.shape[0], *case.weights["fc1_weight"].shape[1:])
-    draws = [by_definition(case, FP64, rounding_to(dtype, terms)) for _ in range(2)]
-    assert_right(actual, [by_definition(case, dtype), *draws], exact, dtype)
 
 
 # ---- values
@@ -566,10 +408,6 @@ def another(case: Case, tokens: int) -> Case:
     return replace(make_case(ids, 3, dtype=case.x.dtype), weights=case.weights)
 
 
-def backward(layer: GroupedMLP, case: Case) -> None:
-    layer(case.x, route(case.ids, case.num_experts), case.probs).backward(case.dy)
-
-
 @pytest.mark.parametrize("dtype", [BF16, FP32, FP64], ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 def test_one_deferred_micro_batch_equals_the_plain_run_to_the_bit(bias: bool, dtype: torch.dtype, device: str) -> None:
@@ -796,172 +634,3 @@ def test_a_routing_that_does_not_fit_the_module(arguments: Any, error: type[Exce
     layer(torch.ones(4, 6), route(IDS, 3), torch.ones(4, 2))
     with pytest.raises(error, match=message):
         layer(*arguments)
-
-
-# ---- on a GPU
-
-T, H, I, E, K = 1024, 264, 136, 8, 2  # noqa: E741  # 256 rows an expert: on Hopper the Gluon kernels
-
-
-def large_case(dtype: torch.dtype, inner: int, **options: Any) -> Case:
-    """Skewed, an expert without tokens, some choices that are nobody's, and NaN in tokens without any other."""
-    ids = (torch.rand(T, K) ** 2 * (E + 1)).long()
-    ids[ids == 3] = E
-    ids[:7] = E
-    case = make_case(ids.to("cuda"), E, H, inner, dtype=dtype, **options)
-    with torch.no_grad():
-        case.x[case.ids.eq(E).all(1)] = torch.nan
-        for name in ("fc1_weight", "fc2_weight"):
-            case.weights[name] /= 8
-    return case
-
-
-@pytest.mark.gpu
-@needs_cuda
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("inner", [I, 520])
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, FP32], ids=str)
-def test_large_routings(dtype: torch.dtype, inner: int, activation: str) -> None:
-    """I on both sides of where rows are gathered before the products instead of in them."""
-    case = large_case(dtype, inner, activation=activation)
-    first = by_function(case)
-    assert_same(first, by_rows(case))
-    for _ in range(20):
-        assert_same(by_function(case), first)
-    roundings = 32 if dtype == FP32 else 8  # in fp32 what counts are sums, and exponentials
-    for name, value in by_definition(case, FP64).items():
-        assert (first[name].double() - value).norm() <= roundings * eps(dtype) * value.norm(), name
-
-
-@pytest.mark.gpu
-@needs_cuda
-@pytest.mark.parametrize("inner", [I, 520])
-def test_each_gradient_alone_is_that_of_all(inner: int) -> None:
-    """Without the weight gradient of fc2, the layer does not copy dy; with many columns fc2 dgrad does."""
-    case = large_case(BF16, inner)
-    full = by_function(case)
-    for wanted in case.tensors:
-        for name, t in case.tensors.items():
-            t.requires_grad_(name == wanted)
-        actual = by_function(case)
-        assert_same(actual, {name: g if name in ("y", wanted) else None for name, g in full.items()})
-
-
-@pytest.mark.gpu
-@needs_cuda
-@pytest.mark.parametrize("inner", [I, 520])
-@pytest.mark.parametrize("form", ["function", "module", "deferred"])
-def test_graph_of_forward_and_backward_follows_the_ids(form: str, inner: int) -> None:
-    case = large_case(BF16, inner)
-    layer = case.layer(defer_wgrad=form == "deferred")
-    weights = case.weights if form == "function" else dict(layer.named_parameters())
-    tensors = {"x": case.x, "probs": case.probs} | weights
-
-    def step() -> Results:
-        for t in tensors.values():
-            t.grad = None
-        if form == "function":
-            y = routed_experts(case.x, case.ids, case.probs, **weights)
-        else:
-            y = layer(case.x, route(case.ids, E), case.probs)
-        y.backward(case.dy)
-        layer.backward_dw()
-        return {"y": y.detach()} | {name: t.grad for name, t in tensors.items()}
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        static = step()
-    for ids in (torch.randint(0, E + 1, (T, K)), torch.full((T, K), E), torch.full((T, K), 5), case.ids.cpu()):
-        with torch.no_grad():
-            case.ids.copy_(ids)
-            case.x.copy_(rand(T, H, dtype=BF16, device="cpu"))
-        graph.replay()
-        actual = {name: t.clone() for name, t in static.items()}
-        assert_same(actual, step())
-        assert_same(actual, by_rows(replace(case, weights=weights)))
-
-
-@pytest.mark.gpu
-@needs_cuda
-@pytest.mark.parametrize("inner", [I, 520])
-@pytest.mark.parametrize("form", ["function", "deferred"])
-def test_no_host_synchronisation(form: str, inner: int) -> None:
-    case = large_case(BF16, inner)
-    layer = case.layer(defer_wgrad=True)
-
-    def step() -> None:
-        if form == "function":
-            routed_experts(case.x, case.ids, case.probs, **case.weights).backward(case.dy)
-        else:
-            for _ in range(2):
-                backward(layer, case)
-            layer.backward_dw()
-
-    step()  # compiles
-    with no_synchronisation():
-        step()
-
-
-@pytest.mark.gpu
-@needs_cuda
-@pytest.mark.parametrize(("hidden", "inner"), [(1536, 256), (2048, 768)])
-def test_memory_that_a_forward_keeps(hidden: int, inner: int) -> None:
-    """y is there as well; allocations are rounded up to 512 bytes, or 2 MiB where they are large."""
-    tokens, choices, experts = 4096, 8, 32
-    ids = torch.rand(tokens, experts).topk(choices).indices.to("cuda")
-    weights = [
-        torch.zeros(experts, *shape, dtype=BF16, device="cuda", requires_grad=True)
-        for shape in ((2 * inner, hidden), (hidden, inner))
-    ]
-    probs = rand(tokens, choices, dtype=FP32, device="cuda")
-
-    def kept() -> int:
-        """What x of its own and the graph of the layer take, y aside."""
-        gc.collect()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        y = routed_experts(torch.zeros(tokens, hidden, dtype=BF16, device="cuda"), ids, probs, *weights)
-        torch.cuda.synchronize()
-        taken = torch.cuda.memory_allocated() - before - y.untyped_storage().nbytes()
-        y.sum().backward()
-        for t in (probs, *weights):
-            t.grad = None
-        return taken
-
-    kept()  # compiles
-    torch.cuda.empty_cache()  # blocks of other sizes
-    least = 2 * tokens * hidden + 4 * tokens * choices * inner
-    assert least <= kept() <= 1.02 * least
-
-
-@pytest.mark.gpu
-@needs_cuda
-def test_deferred_delivery_on_another_stream() -> None:
-    """The indices that pending products read outlive the delivery, as their other operands do."""
-    case = large_case(BF16, I)
-    layer = case.layer(defer_wgrad=True)
-    expected = by_function(case)
-    first, second = torch.cuda.Stream(), torch.cuda.Stream()
-    first.wait_stream(torch.cuda.current_stream())
-    backward(layer, case)  # compiles
-    layer.discard_wgrads()
-    with torch.cuda.stream(first):
-        backward(layer, case)
-    second.wait_stream(first)
-    with torch.cuda.stream(second):
-        torch.cuda._sleep(100_000_000)
-        layer.backward_dw()
-    with torch.cuda.stream(first):
-        poison = [torch.full((T * K,), 2**30, dtype=torch.int32, device="cuda") for _ in range(16)]
-        poison += [
-            torch.full((T * K, n), torch.nan, dtype=BF16, device="cuda") for n in (I, 2 * I, H) for _ in range(4)
-        ]
-    torch.cuda.synchronize()
-    del poison
-    assert_same(gradients(layer), {name: expected[name] for name in case.weights})

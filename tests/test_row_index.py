@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from conftest import needs_cuda, on_hopper
-from exact import assert_rounded_once, eps, exact_m_grouped
+from conftest import needs_cuda
+from exact import assert_rounded_once, exact_m_grouped
 from inputs import (
     ACTIVATIONS,
     DTYPES,
     LAYOUTS,
     STRIDES,
-    Layout,
-    contiguous,
     poison_unowned,
     randn,
     random_rows,
     unchanged,
 )
+from row_index import CASES, GAPS, INDEXED, UNEVEN, Case, Place, assert_same, owned_of, weight
 from torch import Tensor
 
 from grouped_experts import RowRanges
@@ -36,23 +33,12 @@ from grouped_experts.ops import (
 )
 from grouped_experts.ops.families import FAMILIES, has_triton, use_family
 from grouped_experts.ops.schedule import tile_schedule_op
-from grouped_experts.rows import GATHERED_COLUMNS
 
 OPS = torch.ops.grouped_experts
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
 # ---- where: every family that can run
-
-
-class Place(NamedTuple):
-    device: str
-    dtype: torch.dtype
-    interpreted: bool = False
-
-    def variants(self, *variants: Any) -> tuple[Any, ...]:
-        """All of them, in the interpreter the last, which has the most in it."""
-        return variants[-1:] if self.interpreted else variants
 
 
 def places(dtypes: Sequence[torch.dtype] = DTYPES, interpreted: Sequence[torch.dtype] = (FP16, FP32)) -> list[Any]:
@@ -93,84 +79,10 @@ def everywhere(name: str, values: Iterable[Any], interpreted: Iterable[Any], ids
 in_every_place = pytest.mark.parametrize("place", places(), indirect=True)
 
 
-# ---- what: rows of a source, named by an index
-
-
-@dataclass(frozen=True)
-class Case:
-    """The layout of R rows, each of which is one of `num_source` rows, by an index."""
-
-    layout: Layout
-    num_source: int
-
-    def index(self, device: str) -> Tensor:
-        """Every third row of the source is not named, others are often; rows of no expert have anything."""
-        named = torch.tensor([row for row in range(self.num_source) if row % 3 != 2], dtype=torch.int32)
-        index = named[torch.randint(max(1, len(named)), (self.layout.num_rows,))] if len(named) else None
-        index = torch.zeros(self.layout.num_rows, dtype=torch.int32) if index is None else index
-        for i, row in enumerate(self.layout.unowned()):
-            index[row] = (-1, self.num_source, -(2**31), 2**31 - 1)[i % 4]
-        return index.to(device)
-
-    def source(self, columns: int, dtype: torch.dtype, device: str) -> Tensor:
-        """NaN, inf and -inf in what is not named."""
-        x = randn(self.num_source, columns, dtype=dtype, device=device)
-        for i, row in enumerate(range(2, self.num_source, 3)):
-            x[row] = (torch.nan, torch.inf, -torch.inf)[i % 3]
-        return x
-
-    def copied(self, x: Tensor, index: Tensor) -> Tensor:
-        """The rows themselves, NaN in those of no expert."""
-        rows = x.new_full((self.layout.num_rows, x.shape[1]), torch.nan)
-        owned = owned_of(self.layout)
-        rows[owned] = x[index.long()[owned]]
-        return rows
-
-
-CASES = {
-    "more-rows-than-source": Case(contiguous([17, 1, 33, 0, 2], spare=3), 20),
-    "less-rows-than-source": Case(contiguous([2, 0, 1], spare=1), 200),
-    "gaps": Case(LAYOUTS["padded-8"], 11),
-    "evenly-with-gaps": Case(LAYOUTS["padded-evenly"], 9),
-    "equal": Case(LAYOUTS["equal"], 15),
-    "masked-first-idle": Case(LAYOUTS["masked-first-idle"], 7),
-    "m-indices-with-idle": Case(LAYOUTS["m-indices-with-idle"], 10),
-    "m-indices": Case(LAYOUTS["m-indices"], 4),
-    "one-source": Case(LAYOUTS["tail-of-five"], 1),
-    "no-rows": Case(LAYOUTS["no-rows"], 7),
-    "rows-of-nobody": Case(LAYOUTS["tail-rows-only"], 7),
-    "rows-of-nobody-no-source": Case(LAYOUTS["tail-rows-only"], 0),
-    "nothing": Case(LAYOUTS["no-rows"], 0),
-    "no-experts": Case(contiguous([], spare=3), 4),
-}
-UNEVEN = CASES["more-rows-than-source"]
-GAPS = CASES["gaps"]
-
 # No whole tiles of rows each, some without an expert, a source that is smaller, larger, or empty.
 INTERPRETED = ["gaps", "m-indices-with-idle", "less-rows-than-source", "rows-of-nobody-no-source", "nothing"]
 every_case = everywhere("name", CASES, INTERPRETED)
 every_stride = everywhere("how", STRIDES, ["in-wider-rows", "transposed"])
-
-
-def owned_of(layout: Layout) -> list[int]:
-    return [row for start, end in layout.bounds for row in range(start, end)]
-
-
-def weight(case: Case, rows: int, columns: int, place: Place) -> Tensor:
-    return randn(case.layout.num_experts, rows, columns, dtype=place.dtype, device=place.device)
-
-
-def assert_same(actual: Tensor, expected: Tensor) -> None:
-    """To the bit on a CPU. On a GPU rows that are neighbours may take other kernels: within a few roundings."""
-    assert actual.dtype == expected.dtype
-    assert actual.shape == expected.shape
-    assert actual.is_contiguous()
-    assert expected.isfinite().all()
-    if actual.device.type == "cpu":
-        assert torch.equal(actual, expected)
-    elif actual.numel():
-        error = (actual.double() - expected.double()).abs().max()
-        assert error <= 4 * eps(actual.dtype) * expected.double().abs().max()
 
 
 # ---- products of rows
@@ -312,8 +224,6 @@ def test_fc2_dgrad_activation_without_what_is_not_needed(place: Place) -> None:
 
 
 # ---- products that contract rows
-
-INDEXED = [(True, False), (False, True), (True, True)]
 
 
 def check_k_grouped(
@@ -663,189 +573,6 @@ def test_compiled_in_one_graph_equals_eager(device: str) -> None:
         for eager, other in zip(*results, strict=True):
             assert eager.isfinite().all()
             assert torch.equal(eager, other)
-
-
-# ---- the Gluon kernels, which gather rows in their loads
-
-needs_hopper = pytest.mark.skipif(not on_hopper, reason="needs a Hopper GPU")
-
-# 119 rows on average: tiles of 128. One row, half a tile, a row more, a whole one, several; spare rows behind.
-LARGE = contiguous([130, 0, 1, 64, 65, 128, 300, 256], spare=5)
-# H and I that are multiples of 8 and of no tile; I on both sides of where rows are gathered before instead.
-HIDDEN, NARROW, WIDE = 200, (136, 264), (520, 1032)
-
-by_dtype = pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-by_source = pytest.mark.parametrize("num_source", [40, 500, 5000])
-by_inner = pytest.mark.parametrize("inner", NARROW + WIDE)
-
-
-def drained(paths: list[str]) -> list[str]:
-    """The kernels that calls took since the last question."""
-    taken = paths[:]
-    paths.clear()
-    return taken
-
-
-def in_wide_rows(x: Tensor) -> Tensor:
-    """A row stride of H + 8, NaN behind every row."""
-    return torch.full((x.shape[0], x.shape[1] + 8), torch.nan, dtype=x.dtype, device=x.device)[:, :-8].copy_(x)
-
-
-def the_same_twenty_times(run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """To the bit, also beside another kernel that occupies part of the GPU."""
-    other, m = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda", dtype=BF16)
-    first = run()
-    for repeat in range(1, 20):
-        with torch.cuda.stream(other):
-            for _ in range(repeat % 4):
-                torch.mm(m, m)
-        assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
-    other.synchronize()
-    return first
-
-
-def assert_bits(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    for result, value in zip(actual, expected, strict=True):
-        assert value.isfinite().all()
-        assert torch.equal(result, value)
-
-
-def test_sizes_lie_on_both_sides_of_the_border() -> None:
-    assert max(NARROW) <= GATHERED_COLUMNS < min(WIDE)
-
-
-@pytest.mark.gpu
-@needs_hopper
-@by_source
-@by_inner
-@by_dtype
-def test_gluon_m_grouped_gemm(dtype: torch.dtype, inner: int, num_source: int, paths: list[str]) -> None:
-    case, place = Case(LARGE, num_source), Place("cuda", dtype)
-    rows, index, x = LARGE.rows("cuda"), case.index("cuda"), in_wide_rows(case.source(HIDDEN, dtype, "cuda"))
-    copied, owned = case.copied(x, index), owned_of(LARGE)
-    bias = randn(LARGE.num_experts, inner, dtype=dtype, device="cuda")
-    scale = random_rows(LARGE, dtype=FP32, device="cuda")
-    for transpose_w in (True, False):
-        w = weight(case, inner, HIDDEN, place) if transpose_w else weight(case, HIDDEN, inner, place)
-        run = partial(m_grouped_gemm, w=w, rows=rows, bias=bias, bias_scale=scale, transpose_w=transpose_w)
-        paths.clear()
-        (y,) = the_same_twenty_times(lambda run=run: (run(x, row_index=index),))
-        assert drained(paths) == ["m_grouped_gemm: Gluon"] * 20
-        assert_bits((y,), (run(copied),))
-        assert not y[LARGE.unowned()].any()
-        arguments = x, w, rows.starts, rows.ends, bias, scale, transpose_w, None, index, False
-        assert torch.equal(OPS.m_grouped_gemm(*arguments)[owned], y[owned])
-
-
-@pytest.mark.gpu
-@needs_hopper
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@by_inner
-@by_dtype
-def test_gluon_fc1_activation(dtype: torch.dtype, inner: int, activation: str, paths: list[str]) -> None:
-    case, owned = Case(LARGE, 500), owned_of(LARGE)
-    width = inner if activation == "squared_relu" else 2 * inner
-    rows, index, x = LARGE.rows("cuda"), case.index("cuda"), in_wide_rows(case.source(HIDDEN, dtype, "cuda"))
-    w, probs = weight(case, width, HIDDEN, Place("cuda", dtype)) / 16, random_rows(LARGE, dtype=FP32, device="cuda")
-    bias = randn(LARGE.num_experts, width, dtype=dtype, device="cuda")
-
-    def run(x: Tensor, index: Tensor | None) -> tuple[Tensor, ...]:
-        results = fc1_activation(x, w, rows, probs, bias, activation=activation, row_index=index)
-        return tuple(t[owned] for t in results)
-
-    actual = the_same_twenty_times(lambda: run(x, index))
-    assert drained(paths) == ["fc1_activation: Gluon"] * 20
-    assert_bits(actual, run(case.copied(x, index), None))
-
-
-@pytest.mark.gpu
-@needs_hopper
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@by_inner
-@by_dtype
-def test_gluon_fc2_dgrad_activation(dtype: torch.dtype, inner: int, activation: str, paths: list[str]) -> None:
-    case, owned = Case(LARGE, 500), owned_of(LARGE)
-    rows, index, dy = LARGE.rows("cuda"), case.index("cuda"), in_wide_rows(case.source(HIDDEN, dtype, "cuda"))
-    w, probs = weight(case, HIDDEN, inner, Place("cuda", dtype)) / 16, random_rows(LARGE, dtype=FP32, device="cuda")
-    h = random_rows(LARGE, inner if activation == "squared_relu" else 2 * inner, dtype=dtype, device="cuda")
-    bias = randn(LARGE.num_experts, HIDDEN, dtype=dtype, device="cuda")
-
-    def run(dy: Tensor, index: Tensor | None) -> tuple[Tensor, ...]:
-        dh, a, dprobs = fc2_dgrad_activation(dy, w, h, rows, probs, bias, activation=activation, row_index=index)
-        return dh[owned], a[owned], dprobs
-
-    actual = the_same_twenty_times(lambda: run(dy, index))
-    assert drained(paths) == ["fc2_dgrad_activation: Gluon"] * 20
-    # Of the same row stride: the sum of dy . b2_e is laid out, and so added up, by what the stride allows.
-    assert_bits(actual, run(in_wide_rows(case.copied(dy, index)), None))
-
-
-@pytest.mark.gpu
-@needs_hopper
-@pytest.mark.parametrize("indexed", INDEXED, ids=["a", "b", "both"])
-@by_source
-@by_inner
-@by_dtype
-def test_gluon_k_grouped_gemm(
-    dtype: torch.dtype, inner: int, num_source: int, indexed: tuple[bool, bool], paths: list[str]
-) -> None:
-    """Whole blocks of rows, parts of one, and an expert that is contracted in pieces."""
-    for layout in (LARGE, contiguous([2600, 0, 64, 5300, *[64] * 20], spare=3)):
-        case, rows = Case(layout, num_source), layout.rows("cuda")
-        sources = [in_wide_rows(case.source(n, dtype, "cuda")) for n in (HIDDEN, inner)]
-        indices = [case.index("cuda") if by_index else None for by_index in indexed]
-        copies = [
-            random_rows(layout, x.shape[1], dtype=dtype, device="cuda") if index is None else case.copied(x, index)
-            for x, index in zip(sources, indices, strict=True)
-        ]
-        a, b = (c if i is None else x for x, c, i in zip(sources, copies, indices, strict=True))
-        options = {"a_index": indices[0], "b_index": indices[1]}
-        paths.clear()
-        actual = the_same_twenty_times(lambda a=a, b=b, rows=rows, o=options: (k_grouped_gemm(a, b, rows, **o),))
-        assert drained(paths) == ["k_grouped_gemm: Gluon"] * 20
-        assert_bits(actual, (k_grouped_gemm(*copies, rows),))
-
-
-@pytest.mark.gpu
-@needs_hopper
-@pytest.mark.parametrize("indexed", INDEXED, ids=["a", "b", "both"])
-@by_inner
-@by_dtype
-def test_gluon_k_grouped_gemm_accumulate(
-    dtype: torch.dtype, inner: int, indexed: tuple[bool, bool], paths: list[str]
-) -> None:
-    layout = contiguous([2000, 0, 700, 1], spare=3)
-    case, rows = Case(layout, 1500), layout.rows("cuda")
-    sources = [in_wide_rows(case.source(n, dtype, "cuda")) for n in (HIDDEN, inner)]
-    indices = [case.index("cuda") if by_index else None for by_index in indexed]
-    copies = [
-        random_rows(layout, x.shape[1], dtype=dtype, device="cuda") if index is None else case.copied(x, index)
-        for x, index in zip(sources, indices, strict=True)
-    ]
-    a, b = (c if i is None else x for x, c, i in zip(sources, copies, indices, strict=True))
-    start = randn(4, HIDDEN, inner, dtype=FP32, device="cuda")
-
-    def run(a: Tensor, b: Tensor, **options: Tensor | None) -> tuple[Tensor, ...]:
-        total = start.clone()
-        k_grouped_gemm_accumulate(total, a, b, rows, **options)
-        return (total,)
-
-    actual = the_same_twenty_times(lambda: run(a, b, a_index=indices[0], b_index=indices[1]))
-    assert drained(paths) == ["k_grouped_gemm_accumulate: Gluon"] * 20
-    assert_bits(actual, run(*copies))
-
-
-@pytest.mark.gpu
-@needs_hopper
-def test_gluon_rows_that_are_not_aligned_go_to_the_portable_kernels(paths: list[str]) -> None:
-    """60 columns in rows of 64: TMA could load them, copies of 16 bytes would not end with them."""
-    case, place = Case(LARGE, 500), Place("cuda", BF16)
-    x = torch.full((500, 64), torch.nan, dtype=BF16, device="cuda")[:, :60].copy_(case.source(60, BF16, "cuda"))
-    index, rows = case.index("cuda"), LARGE.rows("cuda")
-    w = torch.full((8, 136, 64), torch.nan, dtype=BF16, device="cuda")[..., :60].copy_(weight(case, 136, 60, place))
-    y = m_grouped_gemm(x, w, rows, row_index=index)
-    assert "not aligned" in drained(paths)[0]
-    assert_same(y, m_grouped_gemm(case.copied(x, index), w, rows))
 
 
 @pytest.mark.usefixtures("many_threads")
