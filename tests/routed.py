@@ -51,7 +51,8 @@ class Case:
     def results(self, y: Tensor) -> Results:
         """y and all gradients that are wanted."""
         wanted = {name: t for name, t in self.tensors.items() if t.requires_grad}
-        grads = torch.autograd.grad(y, list(wanted.values()), self.dy.to(y.dtype), materialize_grads=True)
+        dy = self.dy.to(y.dtype)
+        grads = torch.autograd.grad(y, list(wanted.values()), dy, materialize_grads=True) if wanted else ()
         none: Results = dict.fromkeys(self.tensors)
         return {"y": y.detach()} | none | dict(zip(wanted, grads, strict=True))
 

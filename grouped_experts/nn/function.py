@@ -191,11 +191,11 @@ def _forward(
     """y, with what the wanted gradients need saved in ctx."""
     need_x, need_probs = ctx.needs_input_grad[:2]
     needs = Needs(*ctx.needs_input_grad[2:6]) if deferral is None else deferral.weights.need_grad()
-    x_in = _cast(x, dtype)
+    x_in = cast(x, dtype)
     fc1_weight, fc2_weight, fc1_bias, fc2_bias = weights
-    w1, w2 = _cast(fc1_weight, dtype), _cast(fc2_weight, dtype)
-    b1 = None if fc1_bias is None else _cast(fc1_bias, dtype)
-    b2 = None if fc2_bias is None else _cast(fc2_bias, dtype)
+    w1, w2 = cast(fc1_weight, dtype), cast(fc2_weight, dtype)
+    b1 = None if fc1_bias is None else cast(fc1_bias, dtype)
+    b2 = None if fc2_bias is None else cast(fc2_bias, dtype)
     starts, ends = rows.starts, rows.ends
     slot_to_row = row_index = None
     if routing is not None:
@@ -237,7 +237,7 @@ def _rows_of_slots(probs: Tensor, routing: Routing) -> Tensor:
     return permute_op(probs.reshape(-1, 1), slots, routing.row_to_slot)[:, 0]
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`to`, which takes ten times as long to find that there is nothing to do."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
@@ -255,10 +255,10 @@ def _backward(ctx: Any, dy: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor
     a: Any = None
     dx = dprobs = None
     if ctx.need_da:
-        b2 = None if fc2_bias is None else _cast(fc2_bias, dtype)
+        b2 = None if fc2_bias is None else cast(fc2_bias, dtype)
         dh, a, dprobs = fc2_dgrad_activation_op(
             dy,
-            _cast(fc2_weight, dtype),
+            cast(fc2_weight, dtype),
             h,
             starts,
             ends,
@@ -273,15 +273,15 @@ def _backward(ctx: Any, dy: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor
         if slot_to_row is not None and row_index is not None and need_probs:
             slots = slot_to_row.view(-1)  # the row of every slot, -1 for none: then zero
             dprobs = permute_op(dprobs[:, None], row_index[:, None], slots).view(slot_to_row.shape)
-        dprobs = _cast(dprobs, probs.dtype) if probs is not None and need_probs else None
+        dprobs = cast(dprobs, probs.dtype) if probs is not None and need_probs else None
     elif needs.fc2_weight:
         a = scaled_activation_op(h, probs, starts, ends, ctx.activation)
     if need_x:
         packed = row_index is None
-        dx = m_grouped_gemm_op(dh, _cast(fc1_weight, dtype), starts, ends, None, None, False, tiles, None, packed)
+        dx = m_grouped_gemm_op(dh, cast(fc1_weight, dtype), starts, ends, None, None, False, tiles, None, packed)
         if not packed:  # no gradient goes through here: which slots the rows are is not asked for
             dx = unpermute_op(dx, slot_to_row, row_index)
-        dx = _cast(dx, ctx.x_dtype)
+        dx = cast(dx, ctx.x_dtype)
 
     live = Weights(None, None) if ctx.deferral is None else ctx.deferral.weights  # type: ignore[arg-type]
     if ctx.deferral is not None:  # what waits keeps no graph alive

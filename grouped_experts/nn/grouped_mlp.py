@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from grouped_experts.activations import get_activation
 from grouped_experts.nn.deferred import WgradQueue, deliver
+from grouped_experts.nn.few_tokens import apply_to_few_tokens, is_of_few_tokens
 from grouped_experts.nn.function import Deferral, Weights, apply_experts
-from grouped_experts.nn.inputs import check_routing, check_weights, compute_dtype, is_dtensor, routed_ranges
+from grouped_experts.nn.inputs import check_choices, check_weights, compute_dtype, is_dtensor, routed_ranges
 from grouped_experts.ops.checks import check_float, check_row_vector, check_rows, check_shape
 from grouped_experts.ops.permute import Routing
 from grouped_experts.ops.schedule import scheduled_ranges
@@ -105,7 +106,11 @@ class GroupedMLP(nn.Module):
         dtype = compute_dtype(x, weights)
         if isinstance(tokens_per_expert, Routing):
             routing = tokens_per_expert
-            check_routing(routing, x, probs, self.num_experts, "routing.slot_to_row", "probs")
+            if routing.num_experts != self.num_experts:
+                raise ValueError(f"routing: wanted one of {self.num_experts} experts, got one of {routing.num_experts}")
+            check_choices(routing.slot_to_row, x, probs, "routing.slot_to_row", "probs")
+            if routing.top_k_ids is not None and is_of_few_tokens(x, routing.top_k_ids, probs, weights):
+                return apply_to_few_tokens(x, routing.top_k_ids, probs, weights, self.activation, dtype)
             rows, tiles = routed_ranges(routing, dtype)
         else:
             routing = None

@@ -49,18 +49,14 @@ def compute_dtype(x: Tensor, weights: Weights) -> torch.dtype:
     return x.dtype
 
 
-def check_routing(
-    routing: Routing, x: Tensor, top_k_probs: Tensor | None, num_experts: int, slots: str, probs: str
-) -> None:
-    """That the routing is of the tokens x, of as many experts, and the probs of its choices; by the names given."""
-    if routing.num_experts != num_experts:
-        raise ValueError(f"routing: wanted one of {num_experts} experts, got one of {routing.num_experts}")
-    check_shape(slots, routing.slot_to_row, (x.shape[0], None), "(T, k)")
-    check_device(slots, routing.slot_to_row, like=x)
+def check_choices(slots: Tensor, x: Tensor, top_k_probs: Tensor | None, slots_name: str, probs_name: str) -> None:
+    """That slots, one of every token and choice, and their probs are of the tokens x; by the names given."""
+    check_shape(slots_name, slots, (x.shape[0], None), "(T, k)")
+    check_device(slots_name, slots, like=x)
     if top_k_probs is not None:
-        check_float(probs, top_k_probs)
-        check_shape(probs, top_k_probs, tuple(routing.slot_to_row.shape), "(T, k)")
-        check_device(probs, top_k_probs, like=x)
+        check_float(probs_name, top_k_probs)
+        check_shape(probs_name, top_k_probs, tuple(slots.shape), "(T, k)")
+        check_device(probs_name, top_k_probs, like=x)
 
 
 def routed_ranges(routing: Routing, dtype: torch.dtype) -> tuple[RowRanges, Tensor | None]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from grouped_experts.activations import get_activation
+from grouped_experts.nn.few_tokens import apply_to_few_tokens, is_of_few_tokens
 from grouped_experts.nn.function import Weights, apply_experts
-from grouped_experts.nn.inputs import check_routing, check_weights, compute_dtype, routed_ranges
-from grouped_experts.ops.checks import check_float, check_shape
+from grouped_experts.nn.inputs import check_choices, check_weights, compute_dtype, routed_ranges
+from grouped_experts.ops.checks import check_float, check_ids, check_shape
 from grouped_experts.ops.permute import route_rows
 
 
@@ -31,6 +32,8 @@ def routed_experts(
 
     Returns y (T, H). Dtypes and autocast as in `GroupedMLP`. Differentiable in all floating tensors. For the backward
     it keeps x, h (T k, 2I), a prob and two integers a row, and no rows of x, dy or y in their experts' order.
+    Where no gradient is wanted, up to 32 (token, choice) pairs on a GPU have kernels of their own, which round less:
+    y is not, to the bit, that of a call which is to be differentiated.
     Raises ValueError for a shape, id, device or unknown activation, TypeError for a dtype that does not fit.
     """
     check_float("x", x)
@@ -43,6 +46,9 @@ def routed_experts(
     num_experts, intermediate_size = fc1_weight.shape[0], fc2_weight.shape[2]
     check_weights(weights, activation, num_experts, x.shape[1], intermediate_size, like=x)
     dtype = compute_dtype(x, weights)
+    check_ids(top_k_ids, num_experts)
+    check_choices(top_k_ids, x, top_k_probs, "top_k_ids", "top_k_probs")
+    if is_of_few_tokens(x, top_k_ids, top_k_probs, weights):
+        return apply_to_few_tokens(x, top_k_ids, top_k_probs, weights, activation, dtype)
     routing = route_rows(top_k_ids, num_experts, dtype)
-    check_routing(routing, x, top_k_probs, num_experts, "top_k_ids", "top_k_probs")
     return apply_experts(x, top_k_probs, *routed_ranges(routing, dtype), routing, weights, activation, dtype)

@@ -71,6 +71,24 @@ def check_row_index(name: str, index: Tensor, source: Tensor, rows: RowRanges) -
             raise ValueError(f"{name}: wanted rows from 0 to {source.shape[0] - 1}, got {low} to {high}")
 
 
+def check_ids(top_k_ids: Tensor, num_experts: int) -> None:
+    if not isinstance(top_k_ids, Tensor):
+        raise TypeError(f"top_k_ids: wanted a tensor, got {type(top_k_ids).__name__}")
+    if top_k_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"top_k_ids: wanted dtype int32 or int64, got {top_k_ids.dtype}")
+    check_shape("top_k_ids", top_k_ids, (None, None), "(T, k)")
+    if num_experts < 1:
+        raise ValueError(f"num_experts: wanted an int >= 1, got {num_experts}")
+
+
+def check_values_of_ids(top_k_ids: Tensor, num_experts: int) -> None:
+    """Where they are on the CPU."""
+    if top_k_ids.device.type == "cpu" and top_k_ids.numel():
+        low, high = (int(bound) for bound in top_k_ids.aminmax())
+        if low < 0 or high > num_experts:
+            raise ValueError(f"top_k_ids: wanted ids from 0 to num_experts = {num_experts}, got {low} to {high}")
+
+
 def check_rows(rows: RowRanges, num_experts: int | None, like: Tensor) -> None:
     if not isinstance(rows, RowRanges):
         raise TypeError(f"rows: wanted a RowRanges, got {type(rows).__name__}")

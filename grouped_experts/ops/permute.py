@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grouped_experts.ops import reference
-from grouped_experts.ops.checks import check_device, check_float, check_shape
+from grouped_experts.ops.checks import check_device, check_float, check_ids, check_shape, check_values_of_ids
 from grouped_experts.ops.families import by_family
 from grouped_experts.ops.schedule import unscheduled_ranges, unwritten_schedule
 from grouped_experts.registration import define_gradient, define_op, refuse_gradient
@@ -25,7 +25,7 @@ class Routing:
     counts (E,): rows of each expert. slot_to_row (T, k): the row of a slot, -1 for an id that is no expert.
     row_to_slot (T * k,): the slot t * k + j of a row, -1 behind the last expert's rows.
     What a layer goes on with may be known as well: tokens, what `row_to_token` returns; the rows of the experts, and
-    their tiles for kernels.
+    their tiles for kernels; the ids themselves.
     """
 
     counts: Tensor
@@ -34,6 +34,7 @@ class Routing:
     tokens: Tensor | None = None
     rows: RowRanges | None = None
     tiles: Tensor | None = None
+    top_k_ids: Tensor | None = None
 
     @property
     def num_experts(self) -> int:
@@ -67,26 +68,16 @@ def route(top_k_ids: Tensor, num_experts: int) -> Routing:
     device, where they are not read, they count as such a mark. Raises TypeError for another dtype, ValueError for
     another dimension or num_experts < 1.
     """
-    _check_ids(top_k_ids, num_experts)
+    check_ids(top_k_ids, num_experts)
     return Routing(*route_op(top_k_ids, num_experts))
 
 
 def route_rows(top_k_ids: Tensor, num_experts: int, dtype: torch.dtype) -> Routing:
     """`route`, with all that a layer goes on with, for products in `dtype`: on a GPU in one kernel for few slots."""
-    _check_ids(top_k_ids, num_experts)
+    check_ids(top_k_ids, num_experts)
     counts, slot_to_row, row_to_slot, tokens, starts, ends, tiles = route_rows_op(top_k_ids, num_experts, dtype)
     written = None if dtype == torch.float64 else tiles  # of which there are no kernels
-    return Routing(counts, slot_to_row, row_to_slot, tokens, RowRanges(starts, ends), written)
-
-
-def _check_ids(top_k_ids: Tensor, num_experts: int) -> None:
-    if not isinstance(top_k_ids, Tensor):
-        raise TypeError(f"top_k_ids: wanted a tensor, got {type(top_k_ids).__name__}")
-    if top_k_ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"top_k_ids: wanted dtype int32 or int64, got {top_k_ids.dtype}")
-    check_shape("top_k_ids", top_k_ids, (None, None), "(T, k)")
-    if num_experts < 1:
-        raise ValueError(f"num_experts: wanted an int >= 1, got {num_experts}")
+    return Routing(counts, slot_to_row, row_to_slot, tokens, RowRanges(starts, ends), written, top_k_ids)
 
 
 def permute(x: Tensor, top_k_ids: Tensor, top_k_probs: Tensor, num_experts: int) -> Permuted:
@@ -127,14 +118,9 @@ def unpermute(y: Tensor, routing: Routing) -> Tensor:
 
 
 def _with_ids_checked(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Their values too, where they are on the CPU."""
-
     @functools.wraps(call)
     def checked(top_k_ids: Tensor, num_experts: int, *rest: Any) -> Any:
-        if top_k_ids.device.type == "cpu" and top_k_ids.numel():
-            low, high = (int(bound) for bound in top_k_ids.aminmax())
-            if low < 0 or high > num_experts:
-                raise ValueError(f"top_k_ids: wanted ids from 0 to num_experts = {num_experts}, got {low} to {high}")
+        check_values_of_ids(top_k_ids, num_experts)
         return call(top_k_ids, num_experts, *rest)
 
     return checked

@@ -8,6 +8,7 @@ from grouped_experts.ops.hopper.fc2_dgrad import fc2_dgrad_activation
 from grouped_experts.ops.hopper.k_grouped import k_grouped_gemm, k_grouped_gemm_accumulate
 from grouped_experts.ops.hopper.products import fc1_activation, m_grouped_gemm
 from grouped_experts.ops.portable import (
+    few_tokens,
     gather_rows,
     k_grouped_sum,
     permute,
@@ -24,6 +25,7 @@ from grouped_experts.ops.portable import (
 __all__ = [
     "fc1_activation",
     "fc2_dgrad_activation",
+    "few_tokens",
     "gather_rows",
     "k_grouped_gemm",
     "k_grouped_gemm_accumulate",

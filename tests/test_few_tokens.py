@@ -1,0 +1,327 @@
+"""The routed layer of few tokens without gradients: its op, and which calls of the layers take it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import needs_cuda, no_synchronisation
+from exact import eps
+from inputs import ACTIVATIONS, STRIDES, unchanged
+from layer import WEIGHTS, Ops
+from routed import Case, by_definition, make_case, random_case
+from torch import Tensor
+
+from grouped_experts import MoE, routed_experts
+from grouped_experts.ops import route
+from grouped_experts.ops.families import FAMILIES, has_triton, use_family
+from grouped_experts.ops.few_tokens import MOST_SLOTS, few_tokens_op
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+OP = "few_tokens"
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available() or not has_triton(), reason="needs Triton's interpreter")
+PLACES = {
+    "reference-cpu": ("reference", "cpu", (BF16, FP16, FP32, FP64), ()),
+    "portable-cpu": ("portable", "cpu", (FP16, FP32), (interpreted,)),
+    **{f"{family}-cuda": (family, "cuda", (BF16, FP16, FP32), (pytest.mark.gpu, needs_cuda)) for family in FAMILIES},
+}
+in_every_place = pytest.mark.parametrize(
+    ("place", "dtype"),
+    [
+        pytest.param((family, device), dtype, id=f"{name}-{dtype}", marks=marks)
+        for name, (family, device, dtypes, marks) in PLACES.items()
+        for dtype in dtypes
+    ],
+    indirect=["place"],
+)
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The device, with a family of kernels."""
+    family, device = request.param
+    with use_family(family):
+        yield device
+
+
+def by_op(case: Case) -> Tensor:
+    weights = (case.weights.get(name) for name in WEIGHTS)
+    with torch.no_grad():
+        return few_tokens_op(case.x, case.ids, case.probs, *weights, case.activation)
+
+
+def assert_right(y: Tensor, case: Case) -> None:
+    """Within a few roundings of h and a, and one of y."""
+    assert y.dtype == case.x.dtype
+    assert y.is_contiguous()
+    exact = by_definition(frozen(case), FP64)["y"]
+    assert y.shape == exact.shape
+    roundings = 64 if y.dtype in (FP32, FP64) else 8  # of every product and sum there
+    assert (y.double() - exact).norm() <= roundings * eps(y.dtype) * exact.norm() + 1e-300
+
+
+def frozen(case: Case) -> Case:
+    """Without a wish for gradients."""
+    weights = {name: w.detach() for name, w in case.weights.items()}
+    return replace(case, x=case.x.detach(), probs=None if case.probs is None else case.probs.detach(), weights=weights)
+
+
+# ---- values
+
+
+@in_every_place
+def test_random_routings(dtype: torch.dtype, place: str) -> None:
+    """Duplicates, ids of nobody with NaN in tokens without any other, biases, every activation, no probs, no tokens."""
+    for seed in range(40):
+        torch.manual_seed(seed)
+        case = frozen(random_case(seed, dtype, place))
+        tokens = MOST_SLOTS // case.ids.shape[1]
+        case = replace(case, x=case.x[:tokens], ids=case.ids[:tokens], dy=case.dy[:tokens])
+        case = case if case.probs is None else replace(case, probs=case.probs[:tokens])
+        with unchanged(case.x, case.ids, *case.weights.values()):
+            y = by_op(case)
+        assert not y[case.ids.eq(case.num_experts).all(1)].any(), seed
+        assert_right(y, case)
+
+
+@in_every_place
+@pytest.mark.parametrize("size", [(520, 9), (9, 264), (129, 7)], ids=str)
+def test_sizes(size: tuple[int, int], dtype: torch.dtype, place: str) -> None:
+    """On both sides of what a program loads at a time, and no multiple of it."""
+    for activation in ("swiglu", "squared_relu"):
+        ids = torch.tensor([[0, 4], [3, 3], [5, 2]], device=place)
+        case = make_case(ids, 5, *size, dtype=dtype, activation=activation)
+        assert_right(by_op(case), case)
+
+
+@in_every_place
+def test_nan_of_nobody_s_slots_stays_there(dtype: torch.dtype, place: str) -> None:
+    """A prob that is not used, an expert that nobody chose, a token without any."""
+    case = make_case(torch.tensor([[0, 3], [3, 3]], device=place), 3, dtype=dtype)
+    expected = by_op(case)
+    with torch.no_grad():
+        case.probs[case.ids == 3] = torch.nan
+        case.x[1] = torch.nan
+        for w in case.weights.values():
+            w[1:] = torch.nan
+    y = by_op(case)
+    assert torch.equal(y, expected)
+    assert not y[1].any()
+
+
+@in_every_place
+def test_nan_and_inf_of_a_choice_reach_its_token_alone(dtype: torch.dtype, place: str) -> None:
+    case = make_case(torch.tensor([[0, 1], [1, 2]], device=place), 3, dtype=dtype, bias=False)
+    expected = by_op(case)
+    with torch.no_grad():
+        case.x[0, 1] = torch.nan
+    y = by_op(case)
+    assert y[0].isnan().all()
+    assert torch.equal(y[1], expected[1])
+    with torch.no_grad():
+        case.x[0, 1] = 0
+        case.weights["fc2_weight"][0, 2, 1] = torch.inf
+    y = by_op(case)
+    assert y[0, 2].isinf()
+    assert y[0].isfinite().sum() == y.shape[1] - 1
+    assert torch.equal(y[1], expected[1])
+
+
+@in_every_place
+@pytest.mark.parametrize("how", STRIDES)
+def test_strides(how: str, dtype: torch.dtype, place: str) -> None:
+    """Of everything but rows of weights."""
+    case = make_case(torch.randint(0, 4, (5, 3), device=place), 3, dtype=dtype)
+    strided = STRIDES[how](case.ids.double())
+    ids = torch.zeros(strided.untyped_storage().nbytes() // 8, dtype=torch.int64, device=place)
+    ids = ids.as_strided(strided.shape, strided.stride(), strided.storage_offset()).copy_(case.ids)
+    weights = {name: in_wider_rows(w.detach()) for name, w in case.weights.items()}
+    other = replace(case, x=STRIDES[how](case.x.detach()), ids=ids, probs=STRIDES[how](case.probs.detach()))
+    assert torch.equal(by_op(replace(other, weights=weights)), by_op(case))
+
+
+def in_wider_rows(w: Tensor) -> Tensor:
+    return torch.full((*w.shape[:-1], w.shape[-1] + 3), torch.nan, dtype=w.dtype, device=w.device)[..., :-3].copy_(w)
+
+
+def of_ones(
+    dtype: torch.dtype, place: str, fc1: Sequence[float], fc2: Sequence[float], probs: Sequence[float]
+) -> float:
+    """y of a token (1, 1, ...) that chose one expert for each number of fc2: sum_e p_e fc2_e relu(sum(fc1))^2."""
+    fc1_weight, fc2_weight = (torch.tensor(values, dtype=dtype, device=place) for values in (fc1, fc2))
+    fc1_weight = fc1_weight.expand(len(fc2), 1, -1).contiguous()
+    ids = torch.arange(len(fc2), device=place)[None]
+    x, p = torch.ones(1, len(fc1), dtype=dtype, device=place), torch.tensor([probs], device=place)
+    return few_tokens_op(x, ids, p, fc1_weight, fc2_weight.view(-1, 1, 1), None, None, "squared_relu").item()
+
+
+@in_every_place
+def test_rounds_h_and_a_but_sums_in_fp32(dtype: torch.dtype, place: str) -> None:
+    ulp = eps(dtype)  # from 1 to the next number
+    if dtype in (BF16, FP16):
+        # h = 1 + ulp / 4 becomes 1; else a = 1 + ulp / 2 + ..., which becomes 1 + ulp
+        assert of_ones(dtype, place, [1, ulp / 4], [1], [1]) == 1
+        # a = 1 + ulp / 4 becomes 1
+        assert of_ones(dtype, place, [1], [1, -1], [1 + ulp / 4, 1]) == 0
+        # 1 + ulp / 2 becomes 1, if every sum is rounded
+        assert of_ones(dtype, place, [1], [1, ulp / 2, ulp / 2], [1, 1, 1]) == 1 + ulp
+    assert of_ones(dtype, place, [1], [256, 1, 1], [1, 1, 1]) == 258
+
+
+@in_every_place
+def test_repeats_to_the_bit(dtype: torch.dtype, place: str) -> None:
+    sizes = (40, 20) if place == "cpu" else (2048, 768)
+    case = make_case(torch.randint(0, 9, (4, 8), device=place), 8, *sizes, dtype=dtype)
+    first = by_op(case)
+    for _ in range(2 if place == "cpu" else 50):
+        assert torch.equal(by_op(case), first)
+
+
+# ---- which calls take it
+
+
+def ops_of(run: Any) -> list[str]:
+    with Ops() as ops:
+        run()
+    return [name for name in ops.names if name in (OP, "fc1_activation")]
+
+
+@pytest.fixture
+def kernels(device: str) -> Iterator[str]:
+    """The device, and kernels on it: on a CPU, Triton's interpreter."""
+    if device == "cpu" and not has_triton():
+        pytest.skip("needs Triton's interpreter")
+    with use_family("portable" if device == "cpu" else "hopper"):
+        yield device
+
+
+def case_of(tokens: int, choices: int, device: str, **options: Any) -> Case:
+    return make_case(torch.randint(0, 4, (tokens, choices), device=device), 3, 9, 5, **options)
+
+
+def call(case: Case) -> Tensor:
+    return routed_experts(case.x, case.ids, case.probs, **case.weights, activation=case.activation)
+
+
+def test_few_slots_without_gradients(kernels: str) -> None:
+    most = case_of(MOST_SLOTS // 2, 2, kernels)
+    with torch.no_grad():
+        assert ops_of(lambda: call(most)) == [OP]
+        assert torch.equal(call(most), by_op(most))
+        assert ops_of(lambda: call(case_of(MOST_SLOTS // 2 + 1, 2, kernels))) == ["fc1_activation"]
+        assert ops_of(lambda: call(case_of(0, 2, kernels))) == ["fc1_activation"]
+        assert ops_of(lambda: call(case_of(2, 0, kernels))) == ["fc1_activation"]
+        assert ops_of(lambda: call(case_of(1, 1, kernels, dtype=FP64))) == ["fc1_activation"]
+    assert ops_of(lambda: call(frozen(most))) == [OP]
+    for name in most.tensors:
+        for other, t in most.tensors.items():
+            t.requires_grad_(other == name)
+        assert ops_of(lambda: call(most)) == ["fc1_activation"], name
+
+
+def test_rows_of_weights_in_pieces_go_the_other_way(kernels: str) -> None:
+    case = frozen(case_of(3, 2, kernels))
+    for name in ("fc1_weight", "fc2_weight"):
+        weights = case.weights | {name: case.weights[name].mT.contiguous().mT}
+        other = replace(case, weights=weights)
+        assert ops_of(lambda other=other: call(other)) == ["fc1_activation"], name
+        assert_right(call(other), case)
+
+
+def test_not_on_a_cpu() -> None:
+    with torch.no_grad():
+        assert ops_of(lambda: call(case_of(1, 1, "cpu"))) == ["fc1_activation"]
+
+
+def test_moe_and_its_experts(kernels: str) -> None:
+    """As they are with gradients, but for roundings; a user's own routing goes the other way."""
+    moe = MoE(9, 5, 4, 2, bias=True, device=kernels)
+    x = torch.randn(3, 9, device=kernels)
+    expected = moe(x)
+    with torch.no_grad():
+        assert ops_of(lambda: moe(x)) == [OP]
+        out = moe(x)
+        ids = moe.router(x).top_k_ids
+        assert ops_of(lambda: moe.experts(x, route(ids, 4))) == ["fc1_activation"]
+    torch.testing.assert_close(out.y, expected.y.detach(), rtol=1e-5, atol=1e-6)
+    assert torch.equal(out.tokens_per_expert, expected.tokens_per_expert)
+
+
+def test_autocast_and_wider_weights(kernels: str) -> None:
+    """Computes in the narrow dtype, as from copies in it."""
+    case = frozen(case_of(3, 2, kernels))
+    narrow = {name: w.to(FP16) for name, w in case.weights.items()}
+    expected = by_op(replace(case, x=case.x.to(FP16), weights=narrow))
+    with torch.autocast(kernels, FP16):
+        assert torch.equal(call(case), expected)
+    assert torch.equal(call(replace(case, x=case.x.to(FP16))), expected)
+
+
+def test_ids_are_checked(kernels: str) -> None:
+    case = frozen(case_of(2, 2, kernels))
+    for wrong in (-1, 4):
+        ids = torch.full_like(case.ids, wrong)
+        if kernels == "cpu":
+            with pytest.raises(ValueError, match=f"top_k_ids: wanted ids from 0 to num_experts = 3, got {wrong}"):
+                call(replace(case, ids=ids))
+        else:  # where they are not read on the host, and count as nobody's
+            assert not call(replace(case, ids=ids)).any()
+
+
+def test_no_gradient_goes_through_the_op(device: str) -> None:
+    case = case_of(2, 2, device)
+    weights = (case.weights.get(name) for name in WEIGHTS)
+    y = few_tokens_op(case.x, case.ids, case.probs, *weights, "swiglu")
+    with pytest.raises(RuntimeError, match="not differentiable"):
+        y.sum().backward()
+
+
+def test_opcheck(device: str) -> None:
+    for probs_dtype, bias in ((FP32, True), (None, False)):
+        case = frozen(case_of(2, 2, device, probs_dtype=probs_dtype, bias=bias))
+        weights = (case.weights.get(name) for name in WEIGHTS)
+        torch.library.opcheck(few_tokens_op, (case.x, case.ids, case.probs, *weights, "swiglu"))
+
+
+@pytest.mark.filterwarnings(r"ignore:::torch\.")
+def test_compiled_for_any_number_of_tokens(kernels: str) -> None:
+    """One graph for few tokens and one for more, whichever comes first."""
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (MOST_SLOTS, 2, MOST_SLOTS // 2, 3):
+        case = frozen(case_of(tokens, 2, kernels))
+        assert torch.equal(compiled(case), call(case)), tokens
+    torch._dynamo.reset()
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+def test_large_layers(tokens: int, activation: str) -> None:
+    """As many numbers as models have, in a CUDA graph that follows the ids, and without waiting for the GPU."""
+    torch.manual_seed(tokens)
+    r = random.Random(tokens)
+    ids = torch.tensor([r.sample(range(17), 8) for _ in range(tokens)], device="cuda")
+    case = frozen(make_case(ids, 16, 2048, 768, dtype=BF16, activation=activation))
+    for name in ("fc1_weight", "fc2_weight"):
+        case.weights[name].div_(16)
+    assert_right(call(case), case)
+    with no_synchronisation():
+        call(case)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call(case)
+    for changed in (torch.randint_like(ids, 0, 17), torch.full_like(ids, 16), torch.full_like(ids, 5)):
+        ids.copy_(changed)
+        graph.replay()
+        assert torch.equal(y, call(case))
+        assert_right(y, case)
