@@ -199,7 +199,7 @@ def test_state_of_the_moe_layer(device: str) -> None:
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 def test_subsets_of_wanted_gradients(bias: bool, form: str, device: str) -> None:
     """Each is, to the bit, that of the run in which all are wanted; the others are None."""
-    case = make_case(torch.randint(0, 4, (7, 2), device=device), 3, bias=bias)
+    case = make_case(torch.randint(0, 4, (20, 2), device=device), 3, bias=bias)
     layer = case.layer(defer_wgrad=form == "deferred")
     full = by_function(case)
     for wanted in subsets(list(case.tensors)):
@@ -239,7 +239,7 @@ def test_products_run_only_for_wanted_gradients(device: str) -> None:
 
 
 def test_without_gradients(device: str) -> None:
-    case = make_case(torch.randint(0, 4, (7, 2), device=device), 3)
+    case = make_case(torch.randint(0, 4, (20, 2), device=device), 3)  # more than have kernels of their own
     expected = by_function(case)["y"]
     with torch.no_grad():
         y = routed_experts(case.x, case.ids, case.probs, **case.weights)

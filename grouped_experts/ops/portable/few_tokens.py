@@ -157,7 +157,8 @@ def few_tokens(
 ) -> Tensor:
     num_tokens, choices = top_k_ids.shape
     num_experts, hidden, inner = fc2_weight.shape
-    x, top_k_probs, fc1_bias, fc2_bias = (contiguous(t) for t in (x, top_k_probs, fc1_bias, fc2_bias))
+    x = x.contiguous()
+    top_k_probs, fc1_bias, fc2_bias = (contiguous(t) for t in (top_k_probs, fc1_bias, fc2_bias))
     a, y = x.new_empty(top_k_ids.numel(), inner), x.new_empty(num_tokens, hidden)
     sizes = a.shape[0], num_experts, choices, hidden, inner, *top_k_ids.stride()
     if a.numel():
