@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +15,14 @@ from inputs import ACTIVATIONS, STRIDES, unchanged
 from layer import WEIGHTS, Ops
 from routed import Case, by_definition, make_case, random_case
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from grouped_experts import MoE, routed_experts
 from grouped_experts.ops import route
 from grouped_experts.ops.families import FAMILIES, has_triton, use_family
-from grouped_experts.ops.few_tokens import MOST_SLOTS, few_tokens_op
+from grouped_experts.ops.few_tokens import EXPERTS_FOR_A_SLOT, MOST_SLOTS, few_tokens_op, suits_few_tokens
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-OP = "few_tokens"
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available() or not has_triton(), reason="needs Triton's interpreter")
 PLACES = {
@@ -149,9 +149,7 @@ def in_wider_rows(w: Tensor) -> Tensor:
     return torch.full((*w.shape[:-1], w.shape[-1] + 3), torch.nan, dtype=w.dtype, device=w.device)[..., :-3].copy_(w)
 
 
-def of_ones(
-    dtype: torch.dtype, place: str, fc1: Sequence[float], fc2: Sequence[float], probs: Sequence[float]
-) -> float:
+def of_ones(dtype: torch.dtype, place: str, fc1: list[float], fc2: list[float], probs: list[float]) -> float:
     """y of a token (1, 1, ...) that chose one expert for each number of fc2: sum_e p_e fc2_e relu(sum(fc1))^2."""
     fc1_weight, fc2_weight = (torch.tensor(values, dtype=dtype, device=place) for values in (fc1, fc2))
     fc1_weight = fc1_weight.expand(len(fc2), 1, -1).contiguous()
@@ -186,23 +184,31 @@ def test_repeats_to_the_bit(dtype: torch.dtype, place: str) -> None:
 # ---- which calls take it
 
 
-def ops_of(run: Any) -> list[str]:
+def ops_of(run: Callable[[], Any]) -> list[str]:
     with Ops() as ops:
         run()
-    return [name for name in ops.names if name in (OP, "fc1_activation")]
+    return [name for name in ops.names if name in ("few_tokens", "fc1_activation")]
+
+
+FEW, MANY = ["few_tokens"], ["fc1_activation"]
 
 
 @pytest.fixture
 def kernels(device: str) -> Iterator[str]:
     """The device, and kernels on it: on a CPU, Triton's interpreter."""
-    if device == "cpu" and not has_triton():
-        pytest.skip("needs Triton's interpreter")
-    with use_family("portable" if device == "cpu" else "hopper"):
+    if device == "cuda":
         yield device
+    elif not has_triton():
+        pytest.skip("needs Triton's interpreter")
+    else:
+        with use_family("portable"):
+            yield device
 
 
 def case_of(tokens: int, choices: int, device: str, **options: Any) -> Case:
-    return make_case(torch.randint(0, 4, (tokens, choices), device=device), 3, 9, 5, **options)
+    experts = max(3, EXPERTS_FOR_A_SLOT * tokens * choices)
+    ids = torch.randint(0, experts + 1, (tokens, choices), device=device)
+    return make_case(ids, experts, 9, 5, **options)
 
 
 def call(case: Case) -> Tensor:
@@ -212,43 +218,75 @@ def call(case: Case) -> Tensor:
 def test_few_slots_without_gradients(kernels: str) -> None:
     most = case_of(MOST_SLOTS // 2, 2, kernels)
     with torch.no_grad():
-        assert ops_of(lambda: call(most)) == [OP]
+        assert ops_of(lambda: call(most)) == FEW
         assert torch.equal(call(most), by_op(most))
-        assert ops_of(lambda: call(case_of(MOST_SLOTS // 2 + 1, 2, kernels))) == ["fc1_activation"]
-        assert ops_of(lambda: call(case_of(0, 2, kernels))) == ["fc1_activation"]
-        assert ops_of(lambda: call(case_of(2, 0, kernels))) == ["fc1_activation"]
-        assert ops_of(lambda: call(case_of(1, 1, kernels, dtype=FP64))) == ["fc1_activation"]
-    assert ops_of(lambda: call(frozen(most))) == [OP]
+        assert ops_of(lambda: call(case_of(MOST_SLOTS // 2 + 1, 2, kernels))) == MANY
+        assert ops_of(lambda: call(case_of(0, 2, kernels))) == MANY
+        assert ops_of(lambda: call(case_of(2, 0, kernels))) == MANY
+        assert ops_of(lambda: call(case_of(1, 1, kernels, dtype=FP64))) == MANY
+        few_experts = make_case(torch.zeros(2, 2, dtype=torch.int64, device=kernels), 15)
+        assert ops_of(lambda: call(few_experts)) == MANY
+        one_token = replace(few_experts, x=few_experts.x[:1], ids=few_experts.ids[:1], probs=few_experts.probs[:1])
+        assert ops_of(lambda: call(one_token)) == FEW
+    assert ops_of(lambda: call(frozen(most))) == FEW
     for name in most.tensors:
         for other, t in most.tensors.items():
             t.requires_grad_(other == name)
-        assert ops_of(lambda: call(most)) == ["fc1_activation"], name
+        assert ops_of(lambda: call(most)) == MANY, name
+
+
+def test_what_the_grids_of_the_kernels_reach() -> None:
+    def suits(hidden: int, inner: int) -> bool:
+        x, ids = torch.empty(1, hidden, device="meta"), torch.empty(1, 1, device="meta")
+        shapes = (inner, hidden), (hidden, inner)
+        return suits_few_tokens(x, ids, *(torch.empty(4, *shape, device="meta") for shape in shapes))
+
+    assert not suits(1, 1)
+    with use_family("portable"):
+        for most, beyond in ((131070, 131071), (65535 * 2, 2**17)):
+            assert suits(most, 1)
+            assert suits(1, most)
+            assert not suits(beyond, 1)
+            assert not suits(1, beyond)
 
 
 def test_rows_of_weights_in_pieces_go_the_other_way(kernels: str) -> None:
     case = frozen(case_of(3, 2, kernels))
     for name in ("fc1_weight", "fc2_weight"):
-        weights = case.weights | {name: case.weights[name].mT.contiguous().mT}
-        other = replace(case, weights=weights)
-        assert ops_of(lambda other=other: call(other)) == ["fc1_activation"], name
+        pieces = case.weights[name].mT.contiguous().mT
+        other = replace(case, weights=case.weights | {name: pieces})
+        assert ops_of(lambda other=other: call(other)) == MANY, name
         assert_right(call(other), case)
+        assert torch.equal(by_op(other), by_op(case)), name
+
+
+def test_rows_that_a_cast_takes_to_pieces(kernels: str) -> None:
+    """A copy of overlapping weights in another dtype has other strides."""
+    case = frozen(case_of(1, 2, kernels))
+    overlapping = torch.randn(192, device=kernels).as_strided((4, 10, 9), (1, 20, 1))
+    case = replace(case, ids=case.ids % 4, weights={**make_case(case.ids % 4, 4, 9, 5).weights})
+    weights = {name: w.detach() for name, w in case.weights.items()} | {"fc1_weight": overlapping}
+    case = replace(case, x=case.x.half(), weights=weights)
+    assert ops_of(lambda: call(case)) == FEW
+    apart = replace(case, weights=weights | {"fc1_weight": overlapping.clone(memory_format=torch.contiguous_format)})
+    assert torch.equal(call(case), call(apart))
 
 
 def test_not_on_a_cpu() -> None:
     with torch.no_grad():
-        assert ops_of(lambda: call(case_of(1, 1, "cpu"))) == ["fc1_activation"]
+        assert ops_of(lambda: call(case_of(1, 1, "cpu"))) == MANY
 
 
 def test_moe_and_its_experts(kernels: str) -> None:
-    """As they are with gradients, but for roundings; a user's own routing goes the other way."""
-    moe = MoE(9, 5, 4, 2, bias=True, device=kernels)
+    """As they are with gradients, but for roundings."""
+    moe = MoE(9, 5, 24, 2, bias=True, device=kernels)
     x = torch.randn(3, 9, device=kernels)
     expected = moe(x)
     with torch.no_grad():
-        assert ops_of(lambda: moe(x)) == [OP]
-        out = moe(x)
-        ids = moe.router(x).top_k_ids
-        assert ops_of(lambda: moe.experts(x, route(ids, 4))) == ["fc1_activation"]
+        assert ops_of(lambda: moe(x)) == FEW
+        out, routed = moe(x), moe.router(x)
+        assert ops_of(lambda: moe.experts(x, route(routed.top_k_ids, 24))) == FEW
+        assert torch.equal(moe.experts(x, route(routed.top_k_ids, 24), routed.top_k_probs), out.y)
     torch.testing.assert_close(out.y, expected.y.detach(), rtol=1e-5, atol=1e-6)
     assert torch.equal(out.tokens_per_expert, expected.tokens_per_expert)
 
@@ -265,10 +303,10 @@ def test_autocast_and_wider_weights(kernels: str) -> None:
 
 def test_ids_are_checked(kernels: str) -> None:
     case = frozen(case_of(2, 2, kernels))
-    for wrong in (-1, 4):
+    for wrong in (-1, 17):
         ids = torch.full_like(case.ids, wrong)
         if kernels == "cpu":
-            with pytest.raises(ValueError, match=f"top_k_ids: wanted ids from 0 to num_experts = 3, got {wrong}"):
+            with pytest.raises(ValueError, match=f"top_k_ids: wanted ids from 0 to num_experts = 16, got {wrong}"):
                 call(replace(case, ids=ids))
         else:  # where they are not read on the host, and count as nobody's
             assert not call(replace(case, ids=ids)).any()
@@ -282,6 +320,21 @@ def test_no_gradient_goes_through_the_op(device: str) -> None:
         y.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_forward_mode_is_refused(kernels: str) -> None:
+    """As with more tokens, instead of a derivative of zero."""
+    case = frozen(case_of(2, 2, kernels))
+
+    def of(x: Tensor) -> Tensor:
+        return call(replace(case, x=x))
+
+    with pytest.raises(RuntimeError, match="jvp"):
+        torch.func.jvp(of, (case.x,), (torch.ones_like(case.x),))
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="jvp"):
+        of(forward_ad.make_dual(case.x, torch.ones_like(case.x)))
+    assert ops_of(lambda: of(case.x)) == FEW
+
+
 def test_opcheck(device: str) -> None:
     for probs_dtype, bias in ((FP32, True), (None, False)):
         case = frozen(case_of(2, 2, device, probs_dtype=probs_dtype, bias=bias))
@@ -289,15 +342,78 @@ def test_opcheck(device: str) -> None:
         torch.library.opcheck(few_tokens_op, (case.x, case.ids, case.probs, *weights, "swiglu"))
 
 
-@pytest.mark.filterwarnings(r"ignore:::torch\.")
-def test_compiled_for_any_number_of_tokens(kernels: str) -> None:
-    """One graph for few tokens and one for more, whichever comes first."""
+# ---- compiled, exported
+
+
+def compiled(run: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     torch._dynamo.reset()
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
-    for tokens in (MOST_SLOTS, 2, MOST_SLOTS // 2, 3):
+    return torch.compile(run, fullgraph=True, backend="aot_eager", **options)
+
+
+def test_compiled_for_a_number_of_tokens(kernels: str) -> None:
+    run = compiled(call, dynamic=False)
+    for tokens in (MOST_SLOTS, 2, MOST_SLOTS // 2):
         case = frozen(case_of(tokens, 2, kernels))
-        assert torch.equal(compiled(case), call(case)), tokens
+        assert torch.equal(run(case), call(case)), tokens
+
+
+def test_compiled_without_warnings_or_kernels(recwarn: pytest.WarningsRecorder) -> None:
+    case = frozen(case_of(2, 2, "cpu"))
+    assert torch.equal(compiled(call)(case), call(case))
+    assert not [w for w in recwarn if "Dynamo" in str(w.message)]
+
+
+@pytest.mark.filterwarnings(r"ignore:::torch\.")
+@pytest.mark.parametrize("how", ["dynamic", "range", "data-dependent"])
+def test_compiled_for_any_number_of_tokens(how: str, kernels: str) -> None:
+    """In one graph, which is not of few tokens: it has no guard on how many there are."""
+    graphs: list[torch.fx.GraphModule] = []
+    case = frozen(case_of(7, 2, kernels, bias=False))
+
+    def run(x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
+        if how == "data-dependent":
+            some = (x[:, 0] < 2).nonzero()[:, 0]
+            x, ids, probs = x[some], ids[some], probs[some]
+        return routed_experts(x, ids, probs, *case.weights.values())
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
     torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        one_graph = torch.compile(run, fullgraph=True, dynamic=how == "dynamic" or None, backend=backend)
+        for tokens in (7, 2, 80):
+            x, probs = torch.rand(tokens, 9, device=kernels), torch.rand(tokens, 2, device=kernels)
+            ids = torch.randint(0, 57, (tokens, 2), device=kernels)
+            if how == "range":
+                for t in (x, ids, probs):
+                    torch._dynamo.mark_dynamic(t, 0, min=2, max=4096)
+            elif how == "data-dependent" and tokens != 7:
+                break  # the graph is of that many that some of them may be
+            torch.testing.assert_close(one_graph(x, ids, probs), run(x, ids, probs), rtol=1e-5, atol=1e-6)
+    assert len(graphs) == 1
+    assert "few_tokens" not in str(graphs[0].graph)
+
+
+@pytest.mark.filterwarnings(r"ignore:::torch\.")
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_for_any_number_of_tokens(strict: bool, kernels: str) -> None:
+    case = frozen(case_of(7, 2, kernels, bias=False))
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
+            return routed_experts(x, ids, probs, *case.weights.values())
+
+    def arguments(tokens: int) -> tuple[Tensor, ...]:
+        ids = torch.randint(0, 57, (tokens, 2), device=kernels)
+        return torch.rand(tokens, 9, device=kernels), ids, torch.rand(tokens, 2, device=kernels)
+
+    tokens = torch.export.Dim("T", min=1, max=4096)
+    exported = torch.export.export(Layer(), arguments(7), dynamic_shapes=({0: tokens},) * 3, strict=strict)
+    for number in (2, 80):
+        given = arguments(number)
+        torch.testing.assert_close(exported.module()(*given), Layer()(*given), rtol=1e-5, atol=1e-6)
 
 
 # ---- on a GPU
@@ -311,8 +427,8 @@ def test_large_layers(tokens: int, activation: str) -> None:
     """As many numbers as models have, in a CUDA graph that follows the ids, and without waiting for the GPU."""
     torch.manual_seed(tokens)
     r = random.Random(tokens)
-    ids = torch.tensor([r.sample(range(17), 8) for _ in range(tokens)], device="cuda")
-    case = frozen(make_case(ids, 16, 2048, 768, dtype=BF16, activation=activation))
+    ids = torch.tensor([r.sample(range(129), 8) for _ in range(tokens)], device="cuda")
+    case = frozen(make_case(ids, 128, 2048, 768, dtype=BF16, activation=activation))
     for name in ("fc1_weight", "fc2_weight"):
         case.weights[name].div_(16)
     assert_right(call(case), case)
@@ -321,7 +437,7 @@ def test_large_layers(tokens: int, activation: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = call(case)
-    for changed in (torch.randint_like(ids, 0, 17), torch.full_like(ids, 16), torch.full_like(ids, 5)):
+    for changed in (torch.randint_like(ids, 0, 129), torch.full_like(ids, 128), torch.full_like(ids, 5)):
         ids.copy_(changed)
         graph.replay()
         assert torch.equal(y, call(case))

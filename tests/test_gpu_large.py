@@ -10,7 +10,7 @@ from conftest import needs_cuda
 from exact import eps, exact_scaled_activation, exact_scaled_activation_backward
 from torch import Tensor
 
-from grouped_experts import RowRanges
+from grouped_experts import RowRanges, routed_experts
 from grouped_experts.ops import (
     fc1_activation,
     fc2_dgrad_activation,
@@ -115,6 +115,16 @@ def test_fused_products_with_the_last_of_many_experts() -> None:
         backward, exact_scaled_activation_backward(da, h, probs, [(0, ROWS)], "swiglu"), strict=True
     ):
         close(actual, exact)
+
+
+def test_a_token_of_the_last_of_many_experts() -> None:
+    w, x, ids = weight_of_many(4096, 4608), normal(1, 4096), torch.tensor([[EXPERTS - 1]], device="cuda")
+    fc1, fc2 = w[..., :4096], w[..., :2048]
+    y = routed_experts(x, ids, None, fc1, fc2)
+    assert torch.equal(y, routed_experts(x, torch.zeros_like(ids), None, fc1[-1:], fc2[-1:]))
+    h = (x.double() @ fc1[-1].double().t()).to(BF16)
+    a = exact_scaled_activation(h, torch.ones(1, device="cuda"), [(0, 1)], "swiglu")
+    close(y, a.to(BF16).double() @ fc2[-1].double().t())
 
 
 # ---- rows: 64 of them across element 2^31, which the first expert has, and the last 64, which the last one has

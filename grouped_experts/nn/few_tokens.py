@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from grouped_experts.nn.function import Weights, cast
 from grouped_experts.ops.few_tokens import few_tokens_op, suits_few_tokens
 
 
 def is_of_few_tokens(x: Tensor, top_k_ids: Tensor, top_k_probs: Tensor | None, weights: Weights) -> bool:
-    wanted = (t is not None and t.requires_grad for t in (x, top_k_probs, *weights))
-    # An exported program takes any number of tokens, which must not be asked for.
-    if torch.compiler.is_exporting() or (torch.is_grad_enabled() and any(wanted)):
+    if forward_ad._current_level >= 0:  # which the layer refuses, and those kernels would not notice
+        return False
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, top_k_probs, *weights)):
         return False
     return suits_few_tokens(x, top_k_ids, weights.fc1_weight, weights.fc2_weight)
 

@@ -23,7 +23,7 @@ def routed_experts(
     *,
     activation: str = "swiglu",
 ) -> Tensor:
-    """y_t = sum over j of p_tj (W2_e act(W1_e x_t + b1_e) + b2_e), e = top_k_ids[t, j]; in fp32, j ascending.
+    """y_t = sum over j of p_tj (W2_e act(W1_e x_t + b1_e) + b2_e), e = top_k_ids[t, j]; in fp32, in a fixed order.
 
     x (T, H) tokens in any order. top_k_ids (T, k) int32 | int64, k up to E, duplicates allowed; an id equal to E marks
     a choice that is not computed here ("not on this rank") and adds nothing (as in `grouped_experts.ops.route`).
@@ -33,7 +33,7 @@ def routed_experts(
     Returns y (T, H). Dtypes and autocast as in `GroupedMLP`. Differentiable in all floating tensors. For the backward
     it keeps x, h (T k, 2I), a prob and two integers a row, and no rows of x, dy or y in their experts' order.
     Where no gradient is wanted, up to 32 (token, choice) pairs on a GPU have kernels of their own, which round less:
-    y is not, to the bit, that of a call which is to be differentiated.
+    y is not, to the bit, that of the same tokens among more, or in a call that is to be differentiated.
     Raises ValueError for a shape, id, device or unknown activation, TypeError for a dtype that does not fit.
     """
     check_float("x", x)

@@ -63,6 +63,11 @@ def use_family(name: str) -> Iterator[None]:
         _forced = before
 
 
+def forced_family() -> str | None:
+    """What `use_family` says, where anything does."""
+    return _forced
+
+
 def by_family(name: str, reference: Callable[..., Any] | None = None, operands: int = 1) -> Callable[..., Any]:
     """The implementation of an op that every family has under one name, with one signature.
 

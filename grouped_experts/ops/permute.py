@@ -25,7 +25,7 @@ class Routing:
     counts (E,): rows of each expert. slot_to_row (T, k): the row of a slot, -1 for an id that is no expert.
     row_to_slot (T * k,): the slot t * k + j of a row, -1 behind the last expert's rows.
     What a layer goes on with may be known as well: tokens, what `row_to_token` returns; the rows of the experts, and
-    their tiles for kernels; the ids themselves.
+    their tiles for kernels; the ids themselves, not to be changed before the layer has run.
     """
 
     counts: Tensor
@@ -69,7 +69,8 @@ def route(top_k_ids: Tensor, num_experts: int) -> Routing:
     another dimension or num_experts < 1.
     """
     check_ids(top_k_ids, num_experts)
-    return Routing(*route_op(top_k_ids, num_experts))
+    counts, slot_to_row, row_to_slot = route_op(top_k_ids, num_experts)
+    return Routing(counts, slot_to_row, row_to_slot, top_k_ids=top_k_ids)
 
 
 def route_rows(top_k_ids: Tensor, num_experts: int, dtype: torch.dtype) -> Routing:

@@ -34,8 +34,9 @@ class Block(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, columns: int, unroll: int) -> Block:
-        """Rows that are not aligned come number by number, in loads enough."""
-        aligned = all(size % 16 == 0 for size in (weight.shape[2], *weight.stride()[:2])) and weight.data_ptr() % 16 == 0
+        """Of rows that Triton does not know to be aligned, a load is one number: few columns make loads enough."""
+        specialized = (weight.shape[2], *weight.stride()[:2], weight.data_ptr())  # on being a multiple of 16
+        aligned = all(number % 16 == 0 for number in specialized)
         return cls(columns if aligned else 2, 32 * 16 // weight.element_size(), unroll if aligned else 1)
 
 
@@ -159,6 +160,7 @@ def few_tokens(
     num_experts, hidden, inner = fc2_weight.shape
     x = x.contiguous()
     top_k_probs, fc1_bias, fc2_bias = (contiguous(t) for t in (top_k_probs, fc1_bias, fc2_bias))
+    fc1_weight, fc2_weight = (w if w.stride(2) == 1 else w.contiguous() for w in (fc1_weight, fc2_weight))
     a, y = x.new_empty(top_k_ids.numel(), inner), x.new_empty(num_tokens, hidden)
     sizes = a.shape[0], num_experts, choices, hidden, inner, *top_k_ids.stride()
     if a.numel():
