@@ -25,7 +25,7 @@ from benchmarks.timing import Run, event_ms_of, waits_for_gpu
 from grouped_experts import GroupedMLP, routed_experts
 from grouped_experts.nn.function import copy_pays
 from grouped_experts.ops import route, unpermute
-from grouped_experts.ops.permute import gather_rows_op, permute_op, route_rows
+from grouped_experts.ops.permute import gather_rows_op, route_rows, unpermute_with_values_op
 
 ALONE = "experts alone"
 
@@ -76,7 +76,7 @@ def in_turns(steps: dict[str, Step], rounds: int) -> tuple[Times, list[str]]:
 
 
 def pieces(case: Case) -> dict[str, Run]:
-    """What of our forward + backward is no work of the experts, piece by piece, but for what gathering costs in loads.
+    """Kernels of our forward + backward that are no work of the experts. What gathering costs in loads comes on top.
 
     x is gathered in the loads of fc1 and of its weight gradient, dy in those of fc2's dgrad and weight gradient where I
     is small, and else copied once for both.
@@ -84,15 +84,12 @@ def pieces(case: Case) -> dict[str, Run]:
     experts, top_k = case.fc1_weight.shape[0], case.ids.shape[1]
     routing = route(case.ids, experts)
     index = routing.row_to_token()
-    slots = routing.slot_to_row.view(-1, 1), routing.row_to_slot
-    x, probs, dy = case.x.detach(), case.probs.detach().view(-1, 1), case.dy
-    y = x.repeat_interleave(top_k, dim=0)
+    x, probs, dy = case.x.detach(), case.probs.detach(), case.dy
+    y, dprobs = x.repeat_interleave(top_k, dim=0), probs.flatten()
     made: dict[str, Run] = {
-        "route": lambda: route_rows(case.ids, experts, x.dtype),
-        "probs": lambda: permute_op(probs, *slots),
+        "route": lambda: route_rows(case.ids, experts, x.dtype, probs),
         "combine y": lambda: unpermute(y, routing),
-        "combine dx": lambda: unpermute(y, routing),
-        "dprobs": lambda: permute_op(probs, index[:, None], routing.slot_to_row.view(-1)),
+        "combine dx, dprobs": lambda: unpermute_with_values_op(y, dprobs, routing.slot_to_row, index),
     }
     if copy_pays(dy, case.fc2_weight):
         made["copy of dy"] = lambda: gather_rows_op(dy, index)
@@ -161,14 +158,21 @@ def show(layers: Layers) -> None:
         print(f"{name} is not timed: {why}"[:130])
     if layers.waiting:
         print("* waits for the GPU in every call: what it launches after that counts with the launches")
-    parts = [f"{name} {ms:.3f}" for name, ms in layers.pieces.items() if name != OURS]
-    print(f"routing, gather and combine: {share_of_routing(layers):.1%} of both ways; ms of {', '.join(parts[:4])},")
-    print(f"  {', '.join(parts[4:])}", flush=True)
+    parts = ", ".join(f"{name} {ms:.3f}" for name, ms in layers.pieces.items() if name != OURS)
+    print(
+        f"routing, gather and combine: {share_of_routing(layers):.1%} of both ways, {share_of_kernels(layers):.1%} in"
+    )
+    print(f"  kernels of their own; ms of {parts}", flush=True)
 
 
 def share_of_routing(layers: Layers) -> float:
     """Of our forward + backward, what it takes beyond the experts alone: routing, gathering and sums."""
     return 1 - layers.pieces[ALONE] / layers.pieces[OURS]
+
+
+def share_of_kernels(layers: Layers) -> float:
+    """Of our forward + backward, the kernels that route, copy or sum: without what gathering costs in loads."""
+    return sum(ms for name, ms in layers.pieces.items() if name not in (OURS, ALONE)) / layers.pieces[OURS]
 
 
 def main() -> None:
@@ -204,7 +208,8 @@ def main() -> None:
         show(layers)
         records += records_of(layers)
         more["kept_memory"].append({"shape": shape, "least": least_kept_bytes(shape), **layers.kept})
-        more["pieces"].append({"shape": shape, "share": round(share_of_routing(layers), 4), "ms": layers.pieces})
+        shares = {"share": round(share_of_routing(layers), 4), "share_of_kernels": round(share_of_kernels(layers), 4)}
+        more["pieces"].append({"shape": shape, **shares, "ms": layers.pieces})
         more["failed"].append({"shape": shape, **layers.failed})
         torch.cuda.empty_cache()
         # Every time, so that a run that is ended early leaves what it has measured.

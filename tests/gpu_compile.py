@@ -128,12 +128,15 @@ def launch_everything(rows: int, dtype: torch.dtype) -> None:
         portable.scaled_activation_backward(a, h, probs, *bounds, "swiglu")
     portable.permute(x[: rows // 2], slots, ends)
     portable.unpermute(x, slots, ends)
+    portable.unpermute_with_values(x, probs, slots, ends)
     for activation in ACTIVATIONS:
         w_act = w1 if ACTIVATIONS[activation].gated else w1[:, :inner]
         for each_probs, b1, b2 in ((probs, w_act[:, :, 0], w2[:, :, 0]), (None, None, None)):
             portable.few_tokens(x[:4], slots[:4].long(), each_probs, w_act, w2, b1, b2, activation)
     for num_tokens in (16, 4096):  # few slots, which one kernel sorts, and many
-        portable.route(torch.empty(num_tokens, 8, dtype=torch.int64), experts)
+        ids = torch.empty(num_tokens, 8, dtype=torch.int64)
+        portable.route(ids, experts)
+        portable.route_rows(ids, experts, dtype, ids.float())
 
 
 def launch_with_an_index(rows: int, dtype: torch.dtype, tiles: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ from inputs import DTYPES, EXPANDED, STRIDES, randn, seeds, sizes, strides, unch
 from torch import Tensor
 
 from grouped_experts.ops import Permuted, Routing, permute, route, unpermute
+from grouped_experts.ops.permute import unpermute_with_values_op
 
 
 def random_ids(num_tokens: int, choices: int, num_experts: int, device: str, elsewhere: bool = True) -> Tensor:
@@ -73,7 +74,20 @@ def check_unpermute(y: Tensor, ids: Tensor, num_experts: int) -> Tensor:
     assert out.is_contiguous()
     exact, magnitude = exact_unpermute(y, ids, num_experts), exact_unpermute(y.abs(), ids, num_experts)
     assert_rounded_once(out, exact, magnitude, terms=ids.shape[1])
+    check_values(y, out, routing)
     return out
+
+
+def check_values(y: Tensor, out: Tensor, routing: Routing) -> None:
+    """What comes with a number a row: the same sums, and the numbers of the slots."""
+    row_values = torch.rand(y.shape[0], 2, device=y.device)[:, 0]
+    row_values[routing.row_to_slot < 0] = torch.nan
+    with unchanged(y, row_values):
+        with_values, values = unpermute_with_values_op(y, row_values, routing.slot_to_row, routing.row_to_slot)
+    assert torch.equal(with_values, out)
+    assert values.shape == routing.slot_to_row.shape
+    for row, value in zip(routing.slot_to_row.flatten().tolist(), values.flatten().tolist(), strict=True):
+        assert value == (0 if row < 0 else row_values[row].item())
 
 
 def random_rows(ids: Tensor, num_experts: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -199,6 +213,7 @@ def test_no_tokens_or_no_choices(choices: int, device: str) -> None:
         assert permuted.counts.tolist() == [0, 0, 0]
         out = unpermute(permuted.x, permuted.routing)
         assert torch.equal(out, torch.zeros_like(x))
+        check_values(permuted.x.detach(), out.detach(), permuted.routing)
         (out.sum() + permuted.probs.sum()).backward()
         assert torch.equal(x.grad, torch.zeros_like(x))
         assert torch.equal(probs.grad, torch.zeros_like(probs))
@@ -207,7 +222,9 @@ def test_no_tokens_or_no_choices(choices: int, device: str) -> None:
 def test_no_columns(device: str) -> None:
     ids = random_ids(4, 2, 3, device)
     permuted = check_permute(torch.ones(4, 0, device=device), ids, torch.ones(4, 2, device=device), 3)
-    assert unpermute(permuted.x, permuted.routing).shape == (4, 0)
+    out = unpermute(permuted.x, permuted.routing)
+    assert out.shape == (4, 0)
+    check_values(permuted.x, out, permuted.routing)
 
 
 @pytest.mark.usefixtures("many_threads")
@@ -449,3 +466,6 @@ def test_opcheck(case: str, device: str) -> None:
     torch.library.opcheck(ops.permute.default, (x.requires_grad_(), *maps))
     y = torch.randn(x.shape[1], ids.numel(), device=device).t().requires_grad_()
     torch.library.opcheck(ops.unpermute.default, (y, *maps))
+    torch.library.opcheck(
+        ops.unpermute_with_values.default, (y.detach(), torch.rand(ids.numel(), device=device), *maps)
+    )

@@ -152,7 +152,7 @@ def test_border(num_slots: int, num_experts: int, expected: str, monkeypatch: py
     taken = []
 
     def noted(name: str) -> Way:
-        def call(ids: Tensor, num_experts: int) -> Outputs:
+        def call(ids: Tensor, num_experts: int, *rest: object) -> Outputs:
             taken.append(name)
             # Half a million experts are for a GPU: the interpreter is at them for minutes.
             if num_experts > module.FEW_EXPERTS and DEVICE == "cpu":
@@ -216,7 +216,7 @@ def test_chunks_are_bounded(num_slots: int, num_experts: int) -> None:
 def test_the_op_takes_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
 
-    def noted(ids: Tensor, num_experts: int) -> Outputs:
+    def noted(ids: Tensor, num_experts: int, *rest: object) -> Outputs:
         called.append(num_experts)
         return reference.route(ids, num_experts)
 
@@ -301,13 +301,20 @@ def test_offsets_beyond_int32() -> None:
             assert torch.equal(actual.cpu(), expected)
 
 
+SHAPES = [(1, 8, 128), (5, 3, 4), (40, 6, 3), (64, 8, 128), (300, 4, 9), (2000, 3, 9), (0, 2, 3)]
+
+
 @pytest.mark.parametrize("foreign", [False, True])
-@pytest.mark.parametrize("shape", [(1, 8, 128), (5, 3, 4), (40, 6, 3), (64, 8, 128), (300, 4, 9), (0, 2, 3)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rows_are_scheduled_as_they_are_apart(shape: tuple[int, int, int], foreign: bool) -> None:
-    """`route_rows` is `route`, the tokens of the rows, and the ranges and tiles of its counts."""
+    """`route_rows` is `route`, the tokens and probs of the rows, and the ranges and tiles of its counts."""
     tokens, choices, experts = shape
     ids = torch.randint(0, experts + foreign, (tokens, choices), device=DEVICE)
-    *routed, row_to_token, starts, ends, tiles = module.route_rows(ids, experts, torch.float32)
+    probs = torch.rand(tokens, choices, device=DEVICE, dtype=torch.float64 if foreign else torch.float32)
+    probs[ids == experts] = torch.nan
+    *routed, row_to_token, row_probs, starts, ends, tiles = module.route_rows(ids, experts, torch.float32, probs)
+    assert torch.equal(row_probs, reference.permute(probs.view(-1, 1), routed[1].view(-1, 1), routed[2])[:, 0])
+    assert module.route_rows(ids, experts, torch.float32, None)[4].shape == (0,)
     apart = module.route(ids, experts)
     for mine, theirs in zip(routed, apart, strict=True):
         assert torch.equal(mine, theirs)
@@ -323,4 +330,5 @@ def test_rows_are_scheduled_as_they_are_apart(shape: tuple[int, int, int], forei
 @pytest.mark.parametrize("shape", [(5, 3, 4), (1, 8, 300), (0, 2, 3), (4, 0, 3)])
 def test_opcheck_of_rows(shape: tuple[int, int, int]) -> None:
     ids = torch.randint(0, shape[2] + 1, shape[:2], device=DEVICE)
-    torch.library.opcheck(torch.ops.grouped_experts.route_rows.default, (ids, shape[2], torch.float32))
+    for probs in (None, torch.rand(ids.shape, device=DEVICE)):
+        torch.library.opcheck(torch.ops.grouped_experts.route_rows.default, (ids, shape[2], torch.float32, probs))

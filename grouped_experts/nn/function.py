@@ -30,7 +30,7 @@ from grouped_experts.nn.deferred import BiasGradient, PendingGradient, WeightGra
 from grouped_experts.ops.activation import scaled_activation_op
 from grouped_experts.ops.fused import fc1_activation_op, fc2_dgrad_activation_op
 from grouped_experts.ops.m_grouped import m_grouped_gemm_op
-from grouped_experts.ops.permute import Routing, gather_rows_op, permute_op, unpermute_op
+from grouped_experts.ops.permute import Routing, gather_rows_op, permute_op, unpermute_op, unpermute_with_values_op
 from grouped_experts.ops.schedule import tile_schedule_op
 from grouped_experts.registration import below_autograd
 from grouped_experts.rows import GATHERED_COLUMNS, RowRanges, num_rows
@@ -233,6 +233,8 @@ def _forward(
 
 def _rows_of_slots(probs: Tensor, routing: Routing) -> Tensor:
     """The prob of every row, (T * k,): those of slots as one column whose tokens are the slots themselves."""
+    if routing.row_probs is not None:
+        return routing.row_probs
     slots = routing.slot_to_row.reshape(-1, 1)
     return permute_op(probs.reshape(-1, 1), slots, routing.row_to_slot)[:, 0]
 
@@ -270,18 +272,15 @@ def _backward(ctx: Any, dy: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor
             tiles,
             dy_index,
         )
-        if slot_to_row is not None and row_index is not None and need_probs:
-            slots = slot_to_row.view(-1)  # the row of every slot, -1 for none: then zero
-            dprobs = permute_op(dprobs[:, None], row_index[:, None], slots).view(slot_to_row.shape)
-        dprobs = cast(dprobs, probs.dtype) if probs is not None and need_probs else None
     elif needs.fc2_weight:
         a = scaled_activation_op(h, probs, starts, ends, ctx.activation)
     if need_x:
         packed = row_index is None
         dx = m_grouped_gemm_op(dh, cast(fc1_weight, dtype), starts, ends, None, None, False, tiles, None, packed)
-        if not packed:  # no gradient goes through here: which slots the rows are is not asked for
-            dx = unpermute_op(dx, slot_to_row, row_index)
-        dx = cast(dx, ctx.x_dtype)
+    if slot_to_row is not None and row_index is not None:
+        dx, dprobs = _of_tokens(dx, dprobs if need_probs else None, slot_to_row, row_index)
+    dx = None if dx is None else cast(dx, ctx.x_dtype)
+    dprobs = cast(dprobs, probs.dtype) if probs is not None and dprobs is not None and need_probs else None
 
     live = Weights(None, None) if ctx.deferral is None else ctx.deferral.weights  # type: ignore[arg-type]
     if ctx.deferral is not None:  # what waits keeps no graph alive
@@ -301,6 +300,19 @@ def _backward(ctx: Any, dy: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor
     if needs.fc1_bias:
         pending.append(PendingGradient("fc1_bias", live.fc1_bias, BiasGradient(dh, None, rows, fc1_bias_dtype)))
     return dx, dprobs, pending
+
+
+def _of_tokens(
+    dx: Tensor | None, dprobs: Tensor | None, slot_to_row: Tensor, row_index: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """From those of rows. No gradient goes through here: which slots the rows are is not asked for."""
+    if dx is not None and dprobs is not None:
+        return unpermute_with_values_op(dx, dprobs, slot_to_row, row_index)
+    if dx is not None:
+        return unpermute_op(dx, slot_to_row, row_index), None
+    if dprobs is not None:  # those of slots are rows whose tokens are the rows
+        return None, permute_op(dprobs[:, None], row_index[:, None], slot_to_row.view(-1)).view(slot_to_row.shape)
+    return None, None
 
 
 def copy_pays(dy: Tensor, fc2_weight: Tensor) -> bool:

@@ -97,7 +97,7 @@ class MoE(nn.Module):
         tokens = x.reshape(-1, hidden_size)
         routed = self.router(tokens)
         tokens = tokens.to(autocast_dtype(tokens) or tokens.dtype)  # once for all experts
-        routing = route_rows(routed.top_k_ids, self.router.num_experts, tokens.dtype)
+        routing = route_rows(routed.top_k_ids, self.router.num_experts, tokens.dtype, routed.top_k_probs)
         y = self.experts(tokens, routing, routed.top_k_probs)
         if self.shared_expert is not None:
             y = y + self.shared_expert(tokens, _one_range(tokens))

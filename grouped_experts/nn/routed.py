@@ -50,5 +50,5 @@ def routed_experts(
     check_choices(top_k_ids, x, top_k_probs, "top_k_ids", "top_k_probs")
     if is_of_few_tokens(x, top_k_ids, top_k_probs, weights):
         return apply_to_few_tokens(x, top_k_ids, top_k_probs, weights, activation, dtype)
-    routing = route_rows(top_k_ids, num_experts, dtype)
+    routing = route_rows(top_k_ids, num_experts, dtype, top_k_probs)
     return apply_experts(x, top_k_probs, *routed_ranges(routing, dtype), routing, weights, activation, dtype)

@@ -25,7 +25,7 @@ class Routing:
     counts (E,): rows of each expert. slot_to_row (T, k): the row of a slot, -1 for an id that is no expert.
     row_to_slot (T * k,): the slot t * k + j of a row, -1 behind the last expert's rows.
     What a layer goes on with may be known as well: tokens, what `row_to_token` returns; the rows of the experts, and
-    their tiles for kernels; the ids themselves, not to be changed before the layer has run.
+    their tiles for kernels; the ids themselves, not to be changed before the layer has run; and row_probs (T * k,).
     """
 
     counts: Tensor
@@ -35,6 +35,7 @@ class Routing:
     rows: RowRanges | None = None
     tiles: Tensor | None = None
     top_k_ids: Tensor | None = None
+    row_probs: Tensor | None = None
 
     @property
     def num_experts(self) -> int:
@@ -73,12 +74,26 @@ def route(top_k_ids: Tensor, num_experts: int) -> Routing:
     return Routing(counts, slot_to_row, row_to_slot, top_k_ids=top_k_ids)
 
 
-def route_rows(top_k_ids: Tensor, num_experts: int, dtype: torch.dtype) -> Routing:
-    """`route`, with all that a layer goes on with, for products in `dtype`: on a GPU in one kernel for few slots."""
+def route_rows(top_k_ids: Tensor, num_experts: int, dtype: torch.dtype, top_k_probs: Tensor | None = None) -> Routing:
+    """`route`, with all that a layer goes on with, for products in `dtype`: on a GPU in one kernel for few slots.
+
+    top_k_probs (T, k), if given, become the rows' probs; no gradient goes that way.
+    """
     check_ids(top_k_ids, num_experts)
-    counts, slot_to_row, row_to_slot, tokens, starts, ends, tiles = route_rows_op(top_k_ids, num_experts, dtype)
-    written = None if dtype == torch.float64 else tiles  # of which there are no kernels
-    return Routing(counts, slot_to_row, row_to_slot, tokens, RowRanges(starts, ends), written, top_k_ids)
+    probs = None if top_k_probs is None else top_k_probs.detach()
+    counts, slot_to_row, row_to_slot, tokens, row_probs, starts, ends, tiles = route_rows_op(
+        top_k_ids, num_experts, dtype, probs
+    )
+    return Routing(
+        counts,
+        slot_to_row,
+        row_to_slot,
+        tokens,
+        RowRanges(starts, ends),
+        None if dtype == torch.float64 else tiles,  # for which there are no kernels
+        top_k_ids,
+        None if probs is None else row_probs,
+    )
 
 
 def permute(x: Tensor, top_k_ids: Tensor, top_k_probs: Tensor, num_experts: int) -> Permuted:
@@ -127,10 +142,16 @@ def _with_ids_checked(call: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _reference_route_rows(top_k_ids: Tensor, num_experts: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _reference_route_rows(
+    top_k_ids: Tensor, num_experts: int, dtype: torch.dtype, top_k_probs: Tensor | None
+) -> tuple[Tensor, ...]:
     counts, slot_to_row, row_to_slot = reference.route(top_k_ids, num_experts)
     tokens = Routing(counts, slot_to_row, row_to_slot).row_to_token()
-    return counts, slot_to_row, row_to_slot, tokens, *unscheduled_ranges(counts, 0, row_to_slot.shape[0], dtype)
+    row_probs = tokens.new_empty(0)
+    if top_k_probs is not None:
+        row_probs = reference.permute(top_k_probs.reshape(-1, 1), slot_to_row.view(-1, 1), row_to_slot)[:, 0]
+    ranges = unscheduled_ranges(counts, 0, row_to_slot.shape[0], dtype)
+    return counts, slot_to_row, row_to_slot, tokens, row_probs, *ranges
 
 
 def _fake_route(top_k_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,12 +163,15 @@ def _fake_route(top_k_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Te
     )
 
 
-def _fake_route_rows(top_k_ids: Tensor, num_experts: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _fake_route_rows(
+    top_k_ids: Tensor, num_experts: int, dtype: torch.dtype, top_k_probs: Tensor | None
+) -> tuple[Tensor, ...]:
     counts, slot_to_row, row_to_slot = _fake_route(top_k_ids, num_experts)
     num_rows = row_to_slot.shape[0]
-    starts, ends = torch.empty_like(counts), torch.empty_like(counts)
+    starts, ends, tokens = torch.empty_like(counts), torch.empty_like(counts), torch.empty_like(row_to_slot)
+    row_probs = tokens.new_empty(0) if top_k_probs is None else top_k_probs.new_empty(num_rows)
     tiles = unwritten_schedule(starts, ends, num_rows, dtype)
-    return counts, slot_to_row, row_to_slot, torch.empty_like(row_to_slot), starts, ends, tiles
+    return counts, slot_to_row, row_to_slot, tokens, row_probs, starts, ends, tiles
 
 
 route_op = define_op(
@@ -156,8 +180,8 @@ route_op = define_op(
     fake=_fake_route,
 )
 route_rows_op = define_op(
-    "route_rows(Tensor top_k_ids, SymInt num_experts, ScalarType dtype)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "route_rows(Tensor top_k_ids, SymInt num_experts, ScalarType dtype, Tensor? top_k_probs)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     implementation=_with_ids_checked(by_family("route_rows", reference=_reference_route_rows, operands=0)),
     fake=_fake_route_rows,
 )
@@ -171,6 +195,16 @@ unpermute_op = define_op(
     implementation=by_family("unpermute"),
     fake=lambda y, slot_to_row, row_to_slot: y.new_empty(slot_to_row.shape[0], y.shape[1]),
 )
+# `unpermute` together with numbers that rows have: those of the slots, (T, k), zero for a slot without a row.
+unpermute_with_values_op = define_op(
+    "unpermute_with_values(Tensor y, Tensor row_values, Tensor slot_to_row, Tensor row_to_slot) -> (Tensor, Tensor)",
+    implementation=by_family("unpermute_with_values"),
+    fake=lambda y, row_values, slot_to_row, row_to_slot: (
+        y.new_empty(slot_to_row.shape[0], y.shape[1]),
+        row_values.new_empty(slot_to_row.shape),
+    ),
+)
+refuse_gradient(unpermute_with_values_op)
 # Row r is x[row_index[r]]; what an index that is no row of x makes is undefined.
 gather_rows_op = define_op(
     "gather_rows(Tensor x, Tensor row_index) -> Tensor",

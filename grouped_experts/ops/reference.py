@@ -386,6 +386,16 @@ def unpermute(y: Tensor, slot_to_row: Tensor, row_to_slot: Tensor) -> Tensor:
     return x.to(y.dtype)
 
 
+def unpermute_with_values(
+    y: Tensor, row_values: Tensor, slot_to_row: Tensor, row_to_slot: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`unpermute`, and values[t, j] = row_values[slot_to_row[t, j]], zero for a slot without a row."""
+    values = row_values.new_zeros(slot_to_row.shape)
+    if row_values.shape[0]:
+        values = torch.where(slot_to_row < 0, 0, row_values[slot_to_row.clamp(min=0)])
+    return unpermute(y, slot_to_row, row_to_slot), values
+
+
 # ---- the routed layer of few tokens
 
 

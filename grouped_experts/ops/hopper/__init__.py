@@ -20,6 +20,7 @@ from grouped_experts.ops.portable import (
     scheduled_ranges,
     tile_schedule,
     unpermute,
+    unpermute_with_values,
 )
 
 __all__ = [
@@ -40,4 +41,5 @@ __all__ = [
     "scheduled_ranges",
     "tile_schedule",
     "unpermute",
+    "unpermute_with_values",
 ]

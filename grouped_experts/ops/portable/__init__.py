@@ -6,7 +6,7 @@ The functions below have the signatures of the ops, as those of `grouped_experts
 from grouped_experts.ops.portable.elementwise import scaled_activation, scaled_activation_backward
 from grouped_experts.ops.portable.few_tokens import few_tokens
 from grouped_experts.ops.portable.k_grouped import k_grouped_gemm, k_grouped_gemm_accumulate, k_grouped_sum
-from grouped_experts.ops.portable.permute import gather_rows, permute, unpermute
+from grouped_experts.ops.portable.permute import gather_rows, permute, unpermute, unpermute_with_values
 from grouped_experts.ops.portable.products import fc1_activation, fc2_dgrad_activation, m_grouped_gemm
 from grouped_experts.ops.portable.route import route, route_rows
 from grouped_experts.ops.portable.schedule import ranges_from_tensor, scheduled_ranges, tile_schedule
@@ -29,4 +29,5 @@ __all__ = [
     "scheduled_ranges",
     "tile_schedule",
     "unpermute",
+    "unpermute_with_values",
 ]

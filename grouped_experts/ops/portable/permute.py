@@ -41,18 +41,27 @@ def unpermute_kernel(
     y_ptr,  # (T * k, H)
     slot_to_row_ptr,  # (T, k)
     x_ptr,  # (T, H)
+    row_values_ptr,  # (T * k,) or None
+    values_ptr,  # (T, k) or None
     H,
     choices,
     stride_y,
     stride_yh,
     BLOCK: tl.constexpr,
 ):
-    """Grid (T, column blocks). x[t] = sum over j of y[slot_to_row[t, j]], in fp32, j ascending."""
+    """Grid (T, column blocks). x[t] = sum over j of y[slot_to_row[t, j]], in fp32, j ascending.
+
+    values[t, j] = row_values[slot_to_row[t, j]], zero for a slot without a row.
+    """
     token = tl.program_id(0)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for j in range(0, choices):
-        row = tl.load(slot_to_row_ptr + token.to(tl.int64) * choices + j)
+        slot = token.to(tl.int64) * choices + j
+        row = tl.load(slot_to_row_ptr + slot)
+        if values_ptr is not None:
+            value = tl.load(row_values_ptr + row, mask=row >= 0, other=0.0)
+            tl.store(values_ptr + slot, value, mask=tl.program_id(1) == 0)
         at = y_ptr + row.to(tl.int64) * stride_y + n.to(tl.int64) * stride_yh
         total += tl.load(at, mask=n < tl.where(row < 0, 0, H), other=0.0).to(tl.float32)
     tl.store(x_ptr + token.to(tl.int64) * H + n, total.to(x_ptr.dtype.element_ty), mask=n < H)
@@ -85,20 +94,36 @@ def gather_rows(x: Tensor, row_index: Tensor | None) -> Tensor:
 
 def unpermute(y: Tensor, slot_to_row: Tensor, row_to_slot: Tensor) -> Tensor:
     x = y.new_empty(slot_to_row.shape[0], y.shape[1])
-    if x.numel():
+    launch_unpermute(y, slot_to_row, x, None, None)
+    return x
+
+
+def unpermute_with_values(
+    y: Tensor, row_values: Tensor, slot_to_row: Tensor, row_to_slot: Tensor
+) -> tuple[Tensor, Tensor]:
+    x, values = y.new_empty(slot_to_row.shape[0], y.shape[1]), row_values.new_empty(slot_to_row.shape)
+    launch_unpermute(y, slot_to_row, x, row_values.contiguous(), values)
+    return x, values
+
+
+def launch_unpermute(
+    y: Tensor, slot_to_row: Tensor, x: Tensor, row_values: Tensor | None, values: Tensor | None
+) -> None:
+    if x.shape[0] and (y.shape[1] or values is not None):
         # Of few tokens every program has few columns, so that there are enough of them.
         block = 256 if x.shape[0] <= 128 else column_block(y.shape[1])
         kernel(unpermute_kernel, BLOCK=block).launch(
-            (x.shape[0], cdiv(y.shape[1], block)),
+            (x.shape[0], max(1, cdiv(y.shape[1], block))),
             y.device,
             y,
             slot_to_row,
             x,
+            row_values,
+            values,
             y.shape[1],
             slot_to_row.shape[1],
             *y.stride(),
         )
-    return x
 
 
 def column_block(width: int) -> int:

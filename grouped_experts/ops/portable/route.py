@@ -10,12 +10,14 @@ These are sums of integers, so the result does not depend on the order in which 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from grouped_experts.ops.portable.launch import cdiv, kernel, next_power_of_2
+from grouped_experts.ops.portable.launch import cdiv, contiguous, kernel, next_power_of_2
 from grouped_experts.ops.portable.schedule import scheduled_ranges
 from grouped_experts.ops.portable.tiles import row_block
 from grouped_experts.rows import schedule_size
@@ -70,7 +72,9 @@ def route_few_kernel(
     counts_ptr,  # (E,)
     slot_to_row_ptr,  # (T, k)
     row_to_slot_ptr,  # (T * k,)
-    row_to_token_ptr,  # (T * k,), or None, as the rest
+    row_to_token_ptr,  # (T * k,), or None, as all that follows
+    probs_ptr,  # (T, k)
+    row_probs_ptr,  # (T * k,)
     starts_ptr,  # (E,)
     ends_ptr,  # (E,)
     tiles_ptr,  # (1 + max_tiles, 4)
@@ -110,6 +114,8 @@ def route_few_kernel(
         tl.store(row_to_slot_ptr + row, tl.where(here, slot, -1), mask=known)
         if row_to_token_ptr is not None:
             tl.store(row_to_token_ptr + row, tl.where(here, slot // choices, -1), mask=known)
+        if probs_ptr is not None:
+            tl.store(row_probs_ptr + row, tl.load(probs_ptr + slot, mask=here, other=0.0), mask=known)
     else:
         first = (program - slot_blocks) * BINS
         counts = count_slots(ids_ptr, 0, num_slots, first, num_experts, choices, stride_t, stride_k, COLUMNS, BINS)
@@ -199,6 +205,9 @@ def place_kernel(
     matrix_ptr,  # (chunks, E)
     slot_to_row_ptr,  # (T, k)
     row_to_slot_ptr,  # (T * k,)
+    row_to_token_ptr,  # (T * k,), or None, as the rest
+    probs_ptr,  # (T, k)
+    row_probs_ptr,  # (T * k,)
     num_slots,
     num_experts,
     choices,
@@ -225,8 +234,16 @@ def place_kernel(
         before = tl.sum((same & (position[:, None] < position[None, :])).to(tl.int32), 0)
         row = tl.load(next_row_ptr + expert, mask=here, other=0) + before
         tl.store(slot_to_row_ptr + slot, tl.where(here, row, -1), mask=known)
+        behind = known & (slot >= num_rows)  # a row as well, of no slot
+        nothing = tl.full((BLOCK,), -1, tl.int32)
         tl.store(row_to_slot_ptr + row, slot, mask=here)
-        tl.store(row_to_slot_ptr + slot, tl.full((BLOCK,), -1, tl.int32), mask=known & (slot >= num_rows))
+        tl.store(row_to_slot_ptr + slot, nothing, mask=behind)
+        if row_to_token_ptr is not None:
+            tl.store(row_to_token_ptr + row, slot // choices, mask=here)
+            tl.store(row_to_token_ptr + slot, nothing, mask=behind)
+        if probs_ptr is not None:
+            tl.store(row_probs_ptr + row, tl.load(probs_ptr + slot, mask=here, other=0.0), mask=here)
+            tl.store(row_probs_ptr + slot, tl.zeros((BLOCK,), row_probs_ptr.dtype.element_ty), mask=behind)
         is_last = tl.sum((same & (position[:, None] > position[None, :])).to(tl.int32), 0) == 0
         later = i + BLOCK + position
         later_expert = load_experts(ids_ptr, start + later, later < length, num_experts, choices, stride_t, stride_k)
@@ -248,20 +265,31 @@ def add_starts(next_row_ptr, counts_ptr, num_experts, BINS: tl.constexpr):
     return num_rows
 
 
-def route(top_k_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+class OfRows(NamedTuple):
+    """What of the rows is wanted beside their slots: tokens (T * k,), and probs (T * k,) from those of the slots."""
+
+    tokens: Tensor | None = None
+    slot_probs: Tensor | None = None
+    probs: Tensor | None = None
+
+
+SLOTS_ALONE = OfRows()
+
+
+def route(top_k_ids: Tensor, num_experts: int, rows: OfRows = SLOTS_ALONE) -> tuple[Tensor, Tensor, Tensor]:
     num_slots = top_k_ids.numel()
     if num_slots == 0:
         outputs = empty_outputs(top_k_ids, num_experts)
         outputs[0].zero_()
         return outputs
     few = num_slots <= FEW_SLOTS and num_experts <= FEW_EXPERTS
-    return (route_few if few else route_many)(top_k_ids, num_experts)
+    return (route_few if few else route_many)(top_k_ids, num_experts, rows)
 
 
-def route_few(top_k_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def route_few(top_k_ids: Tensor, num_experts: int, rows: OfRows = SLOTS_ALONE) -> tuple[Tensor, Tensor, Tensor]:
     """Of 1 to FEW_SLOTS slots and up to FEW_EXPERTS experts."""
     outputs = empty_outputs(top_k_ids, num_experts)
-    launch_route_few(top_k_ids, num_experts, expert_block(num_experts, 256), *outputs, None, None, None, None)
+    launch_route_few(top_k_ids, num_experts, expert_block(num_experts, 256), *outputs, *rows, None, None, None)
     return outputs
 
 
@@ -281,23 +309,27 @@ def launch_route_few(top_k_ids: Tensor, num_experts: int, bins: int, *outputs: T
     )
 
 
-def route_rows(top_k_ids: Tensor, num_experts: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """What `route` gives, row_to_token (T * k,), and the starts, ends and tiles of the rows: of few, in one kernel."""
+def route_rows(
+    top_k_ids: Tensor, num_experts: int, dtype: torch.dtype, top_k_probs: Tensor | None
+) -> tuple[Tensor, ...]:
+    """What `route` gives, the rows' tokens and probs, and their starts, ends and tiles: of few, in one kernel."""
     num_slots = top_k_ids.numel()
+    tokens = top_k_ids.new_empty(num_slots, dtype=torch.int32)
+    row_probs = tokens.new_empty(0) if top_k_probs is None else top_k_probs.new_empty(num_slots)
+    rows = OfRows(tokens, contiguous(top_k_probs), row_probs)
     if not 0 < num_slots <= FEW_SCHEDULED or num_experts > 1024:
-        counts, slot_to_row, row_to_slot = route(top_k_ids, num_experts)
-        row_to_token = torch.div(row_to_slot, max(1, top_k_ids.shape[1]), rounding_mode="floor")
-        return counts, slot_to_row, row_to_slot, row_to_token, *scheduled_ranges(counts, 0, num_slots, dtype)
+        counts, slot_to_row, row_to_slot = route(top_k_ids, num_experts, rows)
+        ranges = scheduled_ranges(counts, 0, num_slots, dtype)
+        return counts, slot_to_row, row_to_slot, tokens, row_probs, *ranges
     outputs = empty_outputs(top_k_ids, num_experts)
     counts = outputs[0]
-    starts, ends, row_to_token = torch.empty_like(counts), torch.empty_like(counts), torch.empty_like(outputs[2])
+    starts, ends = torch.empty_like(counts), torch.empty_like(counts)
     tiles = counts.new_empty(schedule_size(num_slots, num_experts), 4)
-    bins = expert_block(num_experts, 1024)
-    launch_route_few(top_k_ids, num_experts, bins, *outputs, row_to_token, starts, ends, tiles)
-    return *outputs, row_to_token, starts, ends, tiles
+    launch_route_few(top_k_ids, num_experts, expert_block(num_experts, 1024), *outputs, *rows, starts, ends, tiles)
+    return *outputs, tokens, row_probs, starts, ends, tiles
 
 
-def route_many(top_k_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def route_many(top_k_ids: Tensor, num_experts: int, rows: OfRows = SLOTS_ALONE) -> tuple[Tensor, Tensor, Tensor]:
     """Of 1 to 2^31 - 1 slots."""
     outputs = counts, slot_to_row, row_to_slot = empty_outputs(top_k_ids, num_experts)
     device, num_slots = top_k_ids.device, top_k_ids.numel()
@@ -316,7 +348,7 @@ def route_many(top_k_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
     )
     # A warp compares 32 slots with one another at a time: of 64, each would be compared twice as often.
     kernel(place_kernel, num_warps=1, BLOCK=32, BINS=expert_block(num_experts, 1024)).launch(
-        (num_chunks,), device, top_k_ids, counts, matrix, slot_to_row, row_to_slot, *slots
+        (num_chunks,), device, top_k_ids, counts, matrix, slot_to_row, row_to_slot, *rows, *slots
     )
     return outputs
 
