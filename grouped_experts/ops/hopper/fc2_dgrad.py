@@ -21,7 +21,7 @@ from grouped_experts.ops.hopper.descriptors import operand_descriptors
 from grouped_experts.ops.hopper.dispatch import is_fast
 from grouped_experts.ops.hopper.epilogues import load_rows
 from grouped_experts.ops.hopper.m_grouped import multiply
-from grouped_experts.ops.hopper.m_producer import produce, produce_gathered, row_tile
+from grouped_experts.ops.hopper.m_producer import produce, row_tile
 from grouped_experts.ops.hopper.pipeline import ring
 from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
 from grouped_experts.ops.portable.activations import GRADIENTS, VALUES
@@ -44,20 +44,9 @@ def consume(
     turn = 1
     for _t in range(gl.program_id(0), total, gl.num_programs(0)):
         acc, stage, phase = multiply(
-            half,
-            gl.cdiv(K, BLOCK_K),
-            stage,
-            phase,
-            x_smem,
-            w_smem,
-            full,
-            empty,
-            GATHERED,
-            False,
-            BLOCK_N,
-            BLOCK_K,
-            STAGES,
-        )
+            half, gl.cdiv(K, BLOCK_K), stage, phase, x_smem, w_smem, full, empty, GATHERED, False, BLOCK_N, BLOCK_K,
+            STAGES
+        )  # fmt: skip
         mbarrier.wait(taken.index(half), turn)
         da_smem.index(half).store(acc)
         mbarrier.arrive(handed.index(half), count=1)
@@ -68,8 +57,7 @@ def consume(
 def finish(
     dh_ptr, a_ptr, h_ptr, probs_ptr, partials_ptr, tiles_ptr, num_rows, N, K, da_smem, handed, taken,
     ACT: gl.constexpr, ACT_GRADIENT: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr
+    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr
 ):  # fmt: skip
     """Each tile in bands of ROWS rows; h and p of the next band are loaded before this one is finished."""
     BANDS: gl.constexpr = 2 * da_smem.shape[1] // ROWS
@@ -229,36 +217,22 @@ def fc2_dgrad_kernel(
         mbarrier.init(handed.index(i), count=1)
         mbarrier.init(taken.index(i), count=1)
     fence_async_shared()
-    if GATHERED:
-        gl.warp_specialize(
-            [
-                (consume, (0, tiles_ptr, N, 8 * K, x_smem, w_smem, da_smem, full, empty, handed, taken, GATHERED,
-                    BLOCK_N, BLOCK_K, STAGES)),
-                (consume, (1, tiles_ptr, N, 8 * K, x_smem, w_smem, da_smem, full, empty, handed, taken, GATHERED,
-                    BLOCK_N, BLOCK_K, STAGES)),
-                (finish, (dh_ptr, a_ptr, h_ptr, probs_ptr, partials_ptr, tiles_ptr, num_rows, N, 8 * K, da_smem,
-                    handed, taken, ACT, ACT_GRADIENT, GATED, ROWS, BLOCK_N, BLOCK_K, GROUP_M)),
-                (produce_gathered, (dy_ptr, index_ptr, num_source, eighths_of_stride, w_desc, tiles_ptr, N, K,
-                    x_smem, w_smem, full, empty, 0, False, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
-            ],
-            [4, 4, 4],
-            [104, 216, 40],  # of 512 registers that four threads share; what is left, 152, is for consumer 0
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (consume, (0, tiles_ptr, N, K, x_smem, w_smem, da_smem, full, empty, handed, taken, GATHERED,
-                    BLOCK_N, BLOCK_K, STAGES)),
-                (consume, (1, tiles_ptr, N, K, x_smem, w_smem, da_smem, full, empty, handed, taken, GATHERED,
-                    BLOCK_N, BLOCK_K, STAGES)),
-                (finish, (dh_ptr, a_ptr, h_ptr, probs_ptr, partials_ptr, tiles_ptr, num_rows, N, K, da_smem,
-                    handed, taken, ACT, ACT_GRADIENT, GATED, ROWS, BLOCK_N, BLOCK_K, GROUP_M)),
-                (produce, (dy_desc, w_desc, tiles_ptr, N, K, x_smem, w_smem, full, empty, 0, False,
-                    BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
-            ],
-            [4, 4, 1],
-            [104, 232, 24],
-        )  # fmt: skip
+    depth = 8 * K if GATHERED else K
+    gl.warp_specialize(
+        [
+            (consume, (0, tiles_ptr, N, depth, x_smem, w_smem, da_smem, full, empty, handed, taken, GATHERED,
+                BLOCK_N, BLOCK_K, STAGES)),
+            (consume, (1, tiles_ptr, N, depth, x_smem, w_smem, da_smem, full, empty, handed, taken, GATHERED,
+                BLOCK_N, BLOCK_K, STAGES)),
+            (finish, (dh_ptr, a_ptr, h_ptr, probs_ptr, partials_ptr, tiles_ptr, num_rows, N, depth, da_smem,
+                handed, taken, ACT, ACT_GRADIENT, GATED, ROWS, BLOCK_N, BLOCK_K, GROUP_M)),
+            (produce, (dy_desc, dy_ptr, index_ptr, num_source, eighths_of_stride, w_desc, tiles_ptr, N, K,
+                x_smem, w_smem, full, empty, 0, False, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+        ],
+        [4, 4, 4 if GATHERED else 1],
+        # of 512 registers that four threads share; what is left, 152, is for consumer 0
+        [104, 216 if GATHERED else 232, 40 if GATHERED else 24],
+    )  # fmt: skip
 
 
 def fc2_dgrad_activation(

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from grouped_experts.ops.hopper.m_producer import produce, produce_gathered, row_tile
+from grouped_experts.ops.hopper.m_producer import produce, row_tile
 from grouped_experts.ops.hopper.pipeline import advance, ring
 
 
@@ -121,33 +121,18 @@ def m_grouped_kernel(
         out_smem = gl.allocate_shared_memory(y_desc.dtype, [2 * BUFFERS] + y_desc.block_type.shape, y_desc.layout)
     else:
         out_smem = gl.allocate_shared_memory(a_desc.dtype, [2 * BUFFERS] + a_desc.block_type.shape, a_desc.layout)
-    if GATHERED:
-        gl.warp_specialize(
-            [
-                (consume, (0, y_desc, a_desc, h_desc, bias_ptr, probs_ptr, tiles_ptr,
-                    N, 8 * K, x_smem, w_smem, out_smem, full, empty, EPILOGUE, ACT, GATED, BUFFERS, GAPS,
-                    GATHERED, TRANSPOSE_W, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
-                (consume, (1, y_desc, a_desc, h_desc, bias_ptr, probs_ptr, tiles_ptr,
-                    N, 8 * K, x_smem, w_smem, out_smem, full, empty, EPILOGUE, ACT, GATED, BUFFERS, GAPS,
-                    GATHERED, TRANSPOSE_W, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
-                (produce_gathered, (x_ptr, index_ptr, num_source, eighths_of_stride, w_desc, tiles_ptr, N, K,
-                    x_smem, w_smem, full, empty, GAPS, TRANSPOSE_W, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
-            ],
-            [4, 4],
-            [232, 40],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (consume, (0, y_desc, a_desc, h_desc, bias_ptr, probs_ptr, tiles_ptr,
-                    N, K, x_smem, w_smem, out_smem, full, empty, EPILOGUE, ACT, GATED, BUFFERS, GAPS,
-                    GATHERED, TRANSPOSE_W, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
-                (consume, (1, y_desc, a_desc, h_desc, bias_ptr, probs_ptr, tiles_ptr,
-                    N, K, x_smem, w_smem, out_smem, full, empty, EPILOGUE, ACT, GATED, BUFFERS, GAPS,
-                    GATHERED, TRANSPOSE_W, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
-                (produce, (x_desc, w_desc, tiles_ptr, N, K, x_smem, w_smem, full, empty, GAPS, TRANSPOSE_W,
-                    BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
-            ],
-            [4, 1],
-            [232, 24],
-        )  # fmt: skip
+    depth = 8 * K if GATHERED else K
+    gl.warp_specialize(
+        [
+            (consume, (0, y_desc, a_desc, h_desc, bias_ptr, probs_ptr, tiles_ptr,
+                N, depth, x_smem, w_smem, out_smem, full, empty, EPILOGUE, ACT, GATED, BUFFERS, GAPS,
+                GATHERED, TRANSPOSE_W, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+            (consume, (1, y_desc, a_desc, h_desc, bias_ptr, probs_ptr, tiles_ptr,
+                N, depth, x_smem, w_smem, out_smem, full, empty, EPILOGUE, ACT, GATED, BUFFERS, GAPS,
+                GATHERED, TRANSPOSE_W, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+            (produce, (x_desc, x_ptr, index_ptr, num_source, eighths_of_stride, w_desc, tiles_ptr, N, K,
+                x_smem, w_smem, full, empty, GAPS, TRANSPOSE_W, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+        ],
+        [4, 4 if GATHERED else 1],
+        [232, 40 if GATHERED else 24],
+    )  # fmt: skip

@@ -29,6 +29,25 @@ def row_tile(t, total, tiles_ptr, num_m, num_n, K, GROUP_M: gl.constexpr, BLOCK_
 
 @gluon.jit
 def produce(
+    x_desc, x_ptr, index_ptr, num_source, eighths_of_stride, w_desc, tiles_ptr, N, K, x_smem, w_smem, full, empty,
+    GAPS: gl.constexpr, TRANSPOSE_W: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """By an index or without one; with it, K is in eighths."""
+    if index_ptr is None:
+        produce_neighbours(
+            x_desc, w_desc, tiles_ptr, N, K, x_smem, w_smem, full, empty, GAPS, TRANSPOSE_W, BLOCK_N, BLOCK_K,
+            GROUP_M, STAGES
+        )  # fmt: skip
+    else:
+        produce_gathered(
+            x_ptr, index_ptr, num_source, eighths_of_stride, w_desc, tiles_ptr, N, K, x_smem, w_smem, full, empty,
+            GAPS, TRANSPOSE_W, BLOCK_N, BLOCK_K, GROUP_M, STAGES
+        )  # fmt: skip
+
+
+@gluon.jit
+def produce_neighbours(
     x_desc, w_desc, tiles_ptr, N, K, x_smem, w_smem, full, empty, GAPS: gl.constexpr, TRANSPOSE_W: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
@@ -65,7 +84,7 @@ def produce_gathered(
     GAPS: gl.constexpr, TRANSPOSE_W: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """As `produce`, but row r of a tile is row index[r] of x. Those behind the last are any row; nobody stores them.
+    """As `produce_neighbours`, but row r of a tile is row index[r] of x. Those behind the last are any row; nobody stores them.
 
     A stage is full when the copies of all threads have landed as well as the bytes of the weight.
     """
