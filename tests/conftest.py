@@ -8,6 +8,7 @@ import os
 import warnings
 import zlib
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic mode asks cuBLAS for it
 
@@ -101,6 +102,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
     items[:] = [item for item in items if runs(item)]
+
+
+class Place(NamedTuple):
+    """A device, and the dtype there."""
+
+    device: str
+    dtype: torch.dtype
+    interpreted: bool = False
+
+    def variants(self, *variants: Any) -> tuple[Any, ...]:
+        """All of them, in the interpreter the last, which has the most in it."""
+        return variants[-1:] if self.interpreted else variants
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    """Of `places`: the same tests on a CPU, in Triton's interpreter, and on a GPU, each with one family of kernels."""
+    family, device, dtype = request.param
+    with use_family(family):
+        yield Place(device, dtype, family == "portable" and device == "cpu")
 
 
 @contextlib.contextmanager

@@ -11,22 +11,14 @@ import torch
 import torch.nn.functional as F
 from exact import plain_activation
 from inputs import ACTIVATIONS
-from layer import (
-    WEIGHTS,
-    Results,
-    Rounding,
-    assert_right,
-    exactly,
-    rand,
-    rounding_to,
-)
+from layer import WEIGHTS, Results, Rounding, assert_right, exactly, rand, rounding_to
 from torch import Tensor
 
 from grouped_experts import GroupedMLP, RowRanges, routed_experts
 from grouped_experts.nn.function import Weights, apply_experts
 from grouped_experts.ops import permute, route, unpermute
 
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+FP32, FP64 = torch.float32, torch.float64
 
 
 @dataclass(frozen=True)

@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
+from conftest import Place
 from exact import eps
-from inputs import (
-    LAYOUTS,
-    Layout,
-    contiguous,
-    randn,
-)
+from inputs import LAYOUTS, Layout, contiguous, randn
 from torch import Tensor
-
-OPS = torch.ops.grouped_experts
-FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-
-
-class Place(NamedTuple):
-    device: str
-    dtype: torch.dtype
-    interpreted: bool = False
-
-    def variants(self, *variants: Any) -> tuple[Any, ...]:
-        """All of them, in the interpreter the last, which has the most in it."""
-        return variants[-1:] if self.interpreted else variants
 
 
 @dataclass(frozen=True)

@@ -9,44 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import needs_cuda, no_synchronisation
+from conftest import Place, needs_cuda, no_synchronisation
 from exact import eps
 from inputs import ACTIVATIONS, STRIDES, unchanged
 from layer import WEIGHTS, Ops
+from places import in_every_place
 from routed import Case, by_definition, make_case, random_case
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from grouped_experts import MoE, routed_experts
 from grouped_experts.ops import route
-from grouped_experts.ops.families import FAMILIES, has_triton, use_family
+from grouped_experts.ops.families import has_triton, use_family
 from grouped_experts.ops.few_tokens import EXPERTS_FOR_A_SLOT, MOST_SLOTS, few_tokens_op, suits_few_tokens
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-
-interpreted = pytest.mark.skipif(torch.cuda.is_available() or not has_triton(), reason="needs Triton's interpreter")
-PLACES = {
-    "reference-cpu": ("reference", "cpu", (BF16, FP16, FP32, FP64), ()),
-    "portable-cpu": ("portable", "cpu", (FP16, FP32), (interpreted,)),
-    **{f"{family}-cuda": (family, "cuda", (BF16, FP16, FP32), (pytest.mark.gpu, needs_cuda)) for family in FAMILIES},
-}
-in_every_place = pytest.mark.parametrize(
-    ("place", "dtype"),
-    [
-        pytest.param((family, device), dtype, id=f"{name}-{dtype}", marks=marks)
-        for name, (family, device, dtypes, marks) in PLACES.items()
-        for dtype in dtypes
-    ],
-    indirect=["place"],
-)
-
-
-@pytest.fixture
-def place(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The device, with a family of kernels."""
-    family, device = request.param
-    with use_family(family):
-        yield device
 
 
 def by_op(case: Case) -> Tensor:
@@ -75,11 +52,11 @@ def frozen(case: Case) -> Case:
 
 
 @in_every_place
-def test_random_routings(dtype: torch.dtype, place: str) -> None:
+def test_random_routings(place: Place) -> None:
     """Duplicates, ids of nobody with NaN in tokens without any other, biases, every activation, no probs, no tokens."""
     for seed in range(40):
         torch.manual_seed(seed)
-        case = frozen(random_case(seed, dtype, place))
+        case = frozen(random_case(seed, place.dtype, place.device))
         tokens = MOST_SLOTS // case.ids.shape[1]
         case = replace(case, x=case.x[:tokens], ids=case.ids[:tokens], dy=case.dy[:tokens])
         case = case if case.probs is None else replace(case, probs=case.probs[:tokens])
@@ -91,18 +68,18 @@ def test_random_routings(dtype: torch.dtype, place: str) -> None:
 
 @in_every_place
 @pytest.mark.parametrize("size", [(272, 3), (3, 272), (33, 7)], ids=str)
-def test_sizes(size: tuple[int, int], dtype: torch.dtype, place: str) -> None:
+def test_sizes(size: tuple[int, int], place: Place) -> None:
     """On both sides of what a program loads at a time, and no multiple of it; rows that are aligned and others."""
     for activation in ("swiglu", "squared_relu"):
-        ids = torch.tensor([[0, 5, 4]], device=place)
-        case = make_case(ids, 5, *size, dtype=dtype, activation=activation)
+        ids = torch.tensor([[0, 5, 4]], device=place.device)
+        case = make_case(ids, 5, *size, dtype=place.dtype, activation=activation)
         assert_right(by_op(case), case)
 
 
 @in_every_place
-def test_nan_of_nobody_s_slots_stays_there(dtype: torch.dtype, place: str) -> None:
+def test_nan_of_nobody_s_slots_stays_there(place: Place) -> None:
     """A prob that is not used, an expert that nobody chose, a token without any."""
-    case = make_case(torch.tensor([[0, 3], [3, 3]], device=place), 3, dtype=dtype)
+    case = make_case(torch.tensor([[0, 3], [3, 3]], device=place.device), 3, dtype=place.dtype)
     expected = by_op(case)
     with torch.no_grad():
         case.probs[case.ids == 3] = torch.nan
@@ -115,8 +92,8 @@ def test_nan_of_nobody_s_slots_stays_there(dtype: torch.dtype, place: str) -> No
 
 
 @in_every_place
-def test_nan_and_inf_of_a_choice_reach_its_token_alone(dtype: torch.dtype, place: str) -> None:
-    case = make_case(torch.tensor([[0, 1], [1, 2]], device=place), 3, dtype=dtype, bias=False)
+def test_nan_and_inf_of_a_choice_reach_its_token_alone(place: Place) -> None:
+    case = make_case(torch.tensor([[0, 1], [1, 2]], device=place.device), 3, dtype=place.dtype, bias=False)
     expected = by_op(case)
     with torch.no_grad():
         case.x[0, 1] = torch.nan
@@ -134,11 +111,11 @@ def test_nan_and_inf_of_a_choice_reach_its_token_alone(dtype: torch.dtype, place
 
 @in_every_place
 @pytest.mark.parametrize("how", STRIDES)
-def test_strides(how: str, dtype: torch.dtype, place: str) -> None:
+def test_strides(how: str, place: Place) -> None:
     """Of everything but rows of weights."""
-    case = make_case(torch.randint(0, 4, (5, 3), device=place), 3, dtype=dtype)
+    case = make_case(torch.randint(0, 4, (5, 3), device=place.device), 3, dtype=place.dtype)
     strided = STRIDES[how](case.ids.double())
-    ids = torch.zeros(strided.untyped_storage().nbytes() // 8, dtype=torch.int64, device=place)
+    ids = torch.zeros(strided.untyped_storage().nbytes() // 8, dtype=torch.int64, device=place.device)
     ids = ids.as_strided(strided.shape, strided.stride(), strided.storage_offset()).copy_(case.ids)
     weights = {name: in_wider_rows(w.detach()) for name, w in case.weights.items()}
     other = replace(case, x=STRIDES[how](case.x.detach()), ids=ids, probs=STRIDES[how](case.probs.detach()))
@@ -149,35 +126,38 @@ def in_wider_rows(w: Tensor) -> Tensor:
     return torch.full((*w.shape[:-1], w.shape[-1] + 3), torch.nan, dtype=w.dtype, device=w.device)[..., :-3].copy_(w)
 
 
-def of_ones(dtype: torch.dtype, place: str, fc1: list[float], fc2: list[float], probs: list[float]) -> float:
+def of_ones(place: Place, fc1: list[float], fc2: list[float], probs: list[float]) -> float:
     """y of a token (1, 1, ...) that chose one expert for each number of fc2: sum_e p_e fc2_e relu(sum(fc1))^2."""
-    fc1_weight, fc2_weight = (torch.tensor(values, dtype=dtype, device=place) for values in (fc1, fc2))
+    fc1_weight, fc2_weight = (torch.tensor(values, dtype=place.dtype, device=place.device) for values in (fc1, fc2))
     fc1_weight = fc1_weight.expand(len(fc2), 1, -1).contiguous()
     fc2_weight = fc2_weight[:, None, None].expand(-1, len(fc1), 1).contiguous()
-    ids = torch.arange(len(fc2), device=place)[None]
-    x, p = torch.ones(1, len(fc1), dtype=dtype, device=place), torch.tensor([probs], dtype=FP32, device=place)
+    ids = torch.arange(len(fc2), device=place.device)[None]
+    x, p = (
+        torch.ones(1, len(fc1), dtype=place.dtype, device=place.device),
+        torch.tensor([probs], dtype=FP32, device=place.device),
+    )
     return few_tokens_op(x, ids, p, fc1_weight, fc2_weight, None, None, "squared_relu")[0, 0].item()
 
 
 @in_every_place
-def test_rounds_h_and_a_but_sums_in_fp32(dtype: torch.dtype, place: str) -> None:
-    ulp = eps(dtype)  # from 1 to the next number
-    if dtype in (BF16, FP16):
+def test_rounds_h_and_a_but_sums_in_fp32(place: Place) -> None:
+    ulp = eps(place.dtype)  # from 1 to the next number
+    if place.dtype in (BF16, FP16):
         # h = 1 + 3 ulp / 8 becomes 1; else a = 1 + 3 ulp / 4 + ..., which becomes 1 + ulp
-        assert of_ones(dtype, place, [1, 3 * ulp / 8], [1], [1]) == 1
+        assert of_ones(place, [1, 3 * ulp / 8], [1], [1]) == 1
         # a = 1 + ulp / 4 becomes 1
-        assert of_ones(dtype, place, [1], [1, -1], [1 + ulp / 4, 1]) == 0
+        assert of_ones(place, [1], [1, -1], [1 + ulp / 4, 1]) == 0
         # 1 + ulp / 2 becomes 1, if every sum is rounded
-        assert of_ones(dtype, place, [1], [1, ulp / 2, ulp / 2], [1, 1, 1]) == 1 + ulp
-    assert of_ones(dtype, place, [1], [256, 1, 1], [1, 1, 1]) == 258
+        assert of_ones(place, [1], [1, ulp / 2, ulp / 2], [1, 1, 1]) == 1 + ulp
+    assert of_ones(place, [1], [256, 1, 1], [1, 1, 1]) == 258
 
 
 @in_every_place
-def test_repeats_to_the_bit(dtype: torch.dtype, place: str) -> None:
-    sizes = (9, 5) if place == "cpu" else (2048, 768)
-    case = make_case(torch.randint(0, 9, (4, 8), device=place), 8, *sizes, dtype=dtype)
+def test_repeats_to_the_bit(place: Place) -> None:
+    sizes = (9, 5) if place.device == "cpu" else (2048, 768)
+    case = make_case(torch.randint(0, 9, (4, 8), device=place.device), 8, *sizes, dtype=place.dtype)
     first = by_op(case)
-    for _ in range(2 if place == "cpu" else 50):
+    for _ in range(2 if place.device == "cpu" else 50):
         assert torch.equal(by_op(case), first)
 
 
@@ -262,10 +242,9 @@ def test_rows_of_weights_in_pieces_go_the_other_way(kernels: str) -> None:
 
 def test_rows_that_a_cast_takes_to_pieces(kernels: str) -> None:
     """A copy of overlapping weights in another dtype has other strides."""
-    case = frozen(case_of(1, 2, kernels))
+    case = frozen(make_case(torch.tensor([[2, 0]], device=kernels), 4, 9, 5))
     overlapping = torch.randn(192, device=kernels).as_strided((4, 10, 9), (1, 20, 1))
-    case = replace(case, ids=case.ids % 4, weights={**make_case(case.ids % 4, 4, 9, 5).weights})
-    weights = {name: w.detach() for name, w in case.weights.items()} | {"fc1_weight": overlapping}
+    weights = case.weights | {"fc1_weight": overlapping}
     case = replace(case, x=case.x.half(), weights=weights)
     assert ops_of(lambda: call(case)) == FEW
     apart = replace(case, weights=weights | {"fc1_weight": overlapping.clone(memory_format=torch.contiguous_format)})

@@ -11,12 +11,7 @@ import torch
 from conftest import needs_cuda, no_synchronisation
 from exact import eps
 from inputs import ACTIVATIONS
-from layer import (
-    Results,
-    assert_same,
-    gradients,
-    rand,
-)
+from layer import Results, assert_same, gradients, rand
 from routed import Case, backward, by_definition, by_function, by_rows, make_case
 
 from grouped_experts import routed_experts

@@ -7,14 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import on_hopper
-from inputs import (
-    ACTIVATIONS,
-    contiguous,
-    randn,
-    random_rows,
-)
-from row_index import INDEXED, Case, Place, assert_same, owned_of, weight
+from conftest import Place, on_hopper
+from inputs import ACTIVATIONS, contiguous, randn, random_rows
+from row_index import INDEXED, Case, assert_same, owned_of, weight
 from torch import Tensor
 
 from grouped_experts.ops import (
@@ -27,7 +22,7 @@ from grouped_experts.ops import (
 from grouped_experts.rows import GATHERED_COLUMNS
 
 OPS = torch.ops.grouped_experts
-FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 needs_hopper = pytest.mark.skipif(not on_hopper, reason="needs a Hopper GPU")
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-from conftest import needs_cuda
+from conftest import Place
 from exact import assert_rounded_once, exact_m_grouped
 from inputs import (
     ACTIVATIONS,
@@ -19,7 +19,8 @@ from inputs import (
     random_rows,
     unchanged,
 )
-from row_index import CASES, GAPS, INDEXED, UNEVEN, Case, Place, assert_same, owned_of, weight
+from places import in_every_place, places
+from row_index import CASES, GAPS, INDEXED, UNEVEN, Case, assert_same, owned_of, weight
 from torch import Tensor
 
 from grouped_experts import RowRanges
@@ -31,7 +32,6 @@ from grouped_experts.ops import (
     k_grouped_sum,
     m_grouped_gemm,
 )
-from grouped_experts.ops.families import FAMILIES, has_triton, use_family
 from grouped_experts.ops.schedule import tile_schedule_op
 
 OPS = torch.ops.grouped_experts
@@ -39,30 +39,6 @@ FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bflo
 
 
 # ---- where: every family that can run
-
-
-def places(dtypes: Sequence[torch.dtype] = DTYPES, interpreted: Sequence[torch.dtype] = (FP16, FP32)) -> list[Any]:
-    """The interpreter, which takes up to a second a launch, has fp16 and fp32 only; the rest is the reference's."""
-    made = [("reference", "cpu", dtype) for dtype in dtypes] + [("portable", "cpu", dtype) for dtype in interpreted]
-    made += [("reference", "cuda", dtype) for dtype in dtypes]
-    # "hopper" is "portable" on another GPU.
-    made += [(family, "cuda", dtype) for family in ("portable", "hopper") for dtype in dtypes if dtype != FP64]
-    return [pytest.param(each, id="-".join(map(str, each)), marks=MARKS.get(each[:2], ())) for each in made]
-
-
-no_interpreter = torch.cuda.is_available() or not has_triton()
-MARKS: dict[tuple[str, str], list[pytest.MarkDecorator]] = {
-    ("portable", "cpu"): [pytest.mark.skipif(no_interpreter, reason="needs Triton's interpreter")],
-    **{(family, "cuda"): [pytest.mark.gpu, needs_cuda] for family in FAMILIES},
-}
-
-
-@pytest.fixture
-def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    """A family with its device, and a dtype: the same tests on a CPU, in Triton's interpreter, and on a GPU."""
-    family, device, dtype = request.param
-    with use_family(family):
-        yield Place(device, dtype, family == "portable" and device == "cpu")
 
 
 def everywhere(name: str, values: Iterable[Any], interpreted: Iterable[Any], ids: Any = str) -> pytest.MarkDecorator:
@@ -74,9 +50,6 @@ def everywhere(name: str, values: Iterable[Any], interpreted: Iterable[Any], ids
         for at in places(interpreted=dtypes):
             params.append(pytest.param(at.values[0], value, id=f"{at.id}-{ids(value)}", marks=at.marks))
     return pytest.mark.parametrize(("place", name), params, indirect=["place"])
-
-
-in_every_place = pytest.mark.parametrize("place", places(), indirect=True)
 
 
 # No whole tiles of rows each, some without an expert, a source that is smaller, larger, or empty.

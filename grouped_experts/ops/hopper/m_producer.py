@@ -84,7 +84,7 @@ def produce_gathered(
     GAPS: gl.constexpr, TRANSPOSE_W: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """As `produce_neighbours`, but row r of a tile is row index[r] of x. Those behind the last are any row; nobody stores them.
+    """Row r of a tile is row index[r] of x. Those behind the last are any row; nobody stores them.
 
     A stage is full when the copies of all threads have landed as well as the bytes of the weight.
     """
