@@ -188,7 +188,7 @@ def kernels(device: str) -> Iterator[str]:
 def case_of(tokens: int, choices: int, device: str, **options: Any) -> Case:
     experts = max(3, EXPERTS_FOR_A_SLOT * tokens * choices)
     ids = torch.randint(0, experts + 1, (tokens, choices), device=device)
-    return make_case(ids, experts, 9, 5, **options)
+    return make_case(ids, experts, 4, 3, **options)
 
 
 def call(case: Case) -> Tensor:
@@ -363,7 +363,7 @@ def test_compiled_for_any_number_of_tokens(how: str, kernels: str) -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         one_graph = torch.compile(run, fullgraph=True, dynamic=how == "dynamic" or None, backend=backend)
         for tokens in (7, 2, 80):
-            x, probs = torch.rand(tokens, 9, device=kernels), torch.rand(tokens, 2, device=kernels)
+            x, probs = torch.rand(tokens, 4, device=kernels), torch.rand(tokens, 2, device=kernels)
             ids = torch.randint(0, 57, (tokens, 2), device=kernels)
             if how == "range":
                 for t in (x, ids, probs):
@@ -386,7 +386,7 @@ def test_exported_for_any_number_of_tokens(strict: bool, kernels: str) -> None:
 
     def arguments(tokens: int) -> tuple[Tensor, ...]:
         ids = torch.randint(0, 57, (tokens, 2), device=kernels)
-        return torch.rand(tokens, 9, device=kernels), ids, torch.rand(tokens, 2, device=kernels)
+        return torch.rand(tokens, 4, device=kernels), ids, torch.rand(tokens, 2, device=kernels)
 
     tokens = torch.export.Dim("T", min=1, max=4096)
     exported = torch.export.export(Layer(), arguments(7), dynamic_shapes=({0: tokens},) * 3, strict=strict)
