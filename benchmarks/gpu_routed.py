@@ -28,14 +28,16 @@ from grouped_experts.ops import route, unpermute
 from grouped_experts.ops.permute import gather_rows_op, route_rows, unpermute_with_values_op
 
 ALONE = "experts alone"
+TOGETHER = "together"
 
 
 @dataclass
 class Layers:
     """What is known of the layers of a shape.
 
-    kept: bytes, by layer. pieces: ms in a forward + backward, by piece, and those of all of it as "ours". failed: why a
-    peer is not timed. waiting: the peers that wait for the GPU.
+    kept: bytes, by layer. pieces: ms in a forward + backward, by piece, and as "ours" those of all of it; each alone, as
+    "together" those that are no product one behind the other. failed: why a peer is not timed. waiting: the peers that
+    wait for the GPU.
     """
 
     shape: Shape
@@ -109,7 +111,13 @@ def experts_alone(case: Case) -> Step:
 
 
 def time_pieces(case: Case, rounds: int) -> dict[str, float]:
-    runs = {OURS: case.step(routed_experts), ALONE: experts_alone(case), **pieces(case)}
+    each = pieces(case)
+
+    def together() -> None:
+        for run in each.values():
+            run()
+
+    runs = {OURS: case.step(routed_experts), ALONE: experts_alone(case), **each, TOGETHER: together}
     return medians(event_ms_of(runs, rounds))
 
 
@@ -159,10 +167,9 @@ def show(layers: Layers) -> None:
     if layers.waiting:
         print("* waits for the GPU in every call: what it launches after that counts with the launches")
     parts = ", ".join(f"{name} {ms:.3f}" for name, ms in layers.pieces.items() if name != OURS)
-    print(
-        f"routing, gather and combine: {share_of_routing(layers):.1%} of both ways, {share_of_kernels(layers):.1%} in"
-    )
-    print(f"  kernels of their own; ms of {parts}", flush=True)
+    print(f"routing, gather and combine: {share_of_routing(layers):.1%} of both ways,")
+    print(f"  {share_of_kernels(layers):.1%} in kernels of their own")
+    print(f"  ms of {parts}", flush=True)
 
 
 def share_of_routing(layers: Layers) -> float:
@@ -172,7 +179,7 @@ def share_of_routing(layers: Layers) -> float:
 
 def share_of_kernels(layers: Layers) -> float:
     """Of our forward + backward, the kernels that route, copy or sum: without what gathering costs in loads."""
-    return sum(ms for name, ms in layers.pieces.items() if name not in (OURS, ALONE)) / layers.pieces[OURS]
+    return layers.pieces[TOGETHER] / layers.pieces[OURS]
 
 
 def main() -> None:

