@@ -13,14 +13,14 @@ from conftest import Place, needs_cuda, no_synchronisation
 from exact import eps
 from inputs import ACTIVATIONS, STRIDES, unchanged
 from layer import WEIGHTS, Ops
-from places import in_every_place
+from places import in_every_place, no_interpreter
 from routed import Case, by_definition, make_case, random_case
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from grouped_experts import MoE, routed_experts
 from grouped_experts.ops import route
-from grouped_experts.ops.families import has_triton, use_family
+from grouped_experts.ops.families import use_family
 from grouped_experts.ops.few_tokens import EXPERTS_FOR_A_SLOT, MOST_SLOTS, few_tokens_op, suits_few_tokens
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -178,7 +178,7 @@ def kernels(device: str) -> Iterator[str]:
     """The device, and kernels on it: on a CPU, Triton's interpreter."""
     if device == "cuda":
         yield device
-    elif not has_triton():
+    elif no_interpreter:
         pytest.skip("needs Triton's interpreter")
     else:
         with use_family("portable"):
