@@ -35,8 +35,8 @@ TOGETHER = "together"
 class Layers:
     """What is known of the layers of a shape.
 
-    kept: bytes, by layer. pieces: ms in a forward + backward, by piece, and as "ours" those of all of it; each alone, as
-    "together" those that are no product one behind the other. failed: why a peer is not timed. waiting: the peers that
+    kept: bytes, by layer. pieces: ms in a forward + backward, of all of it as "ours", of each piece alone, and of those
+    that are no product one behind the other as "together". failed: why a peer is not timed. waiting: the peers that
     wait for the GPU.
     """
 
