@@ -182,6 +182,14 @@ def schedule_size(num_rows: int, num_experts: int) -> int:
     return 1 + num_rows // SMALLEST_TILE + 2 * num_experts + 1
 
 
+FP8_BLOCK = 128  # numbers of one scale
+
+
+def padded_rows(num_rows: int, num_experts: int) -> int:
+    """Room for the rows of E ranges, each filled up to a multiple of FP8_BLOCK."""
+    return FP8_BLOCK * (num_rows // FP8_BLOCK + num_experts)
+
+
 def check_integers(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: wanted an integer tensor, got {type(tensor).__name__}")

@@ -6,17 +6,37 @@ from grouped_experts.ops.fused import fc1_activation, fc2_dgrad_activation
 from grouped_experts.ops.k_grouped import k_grouped_gemm, k_grouped_gemm_accumulate, k_grouped_sum
 from grouped_experts.ops.m_grouped import m_grouped_gemm
 from grouped_experts.ops.permute import Permuted, Routing, permute, route, unpermute
+from grouped_experts.ops.products_fp8 import (
+    k_grouped_gemm_fp8,
+    k_grouped_gemm_fp8_accumulate,
+    m_grouped_gemm_fp8,
+)
+from grouped_experts.ops.quantize import (
+    Quantized,
+    quantize_blocks,
+    quantize_columns,
+    quantize_rows,
+    quantize_rows_and_columns,
+)
 
 __all__ = [
     "Permuted",
+    "Quantized",
     "Routing",
     "fc1_activation",
     "fc2_dgrad_activation",
     "k_grouped_gemm",
     "k_grouped_gemm_accumulate",
+    "k_grouped_gemm_fp8",
+    "k_grouped_gemm_fp8_accumulate",
     "k_grouped_sum",
     "m_grouped_gemm",
+    "m_grouped_gemm_fp8",
     "permute",
+    "quantize_blocks",
+    "quantize_columns",
+    "quantize_rows",
+    "quantize_rows_and_columns",
     "route",
     "scaled_activation",
     "scaled_activation_backward",

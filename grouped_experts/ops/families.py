@@ -3,6 +3,8 @@
 reference   plain torch: CPU tensors, fp64, and machines without Triton
 portable    Triton kernels: GPU tensors in bf16, fp16 and fp32; Triton's interpreter runs fp16 and fp32 on a CPU
 hopper      Gluon kernels for sm_90 in bf16 and fp16, and the portable ones for what those do not take
+
+FP8 goes to Triton's kernels from sm_89 on, and to the reference below.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import torch
 FAMILIES = ("reference", "portable", "hopper")
 GLUON = ((3, 6), (3, 9))  # the oldest and the newest Triton whose Gluon the kernels are compiled with, as a test
 
+FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+
 _forced: str | None = None
 
 
@@ -33,13 +37,22 @@ def _choice(forced: str | None, device: torch.device, dtypes: tuple[torch.dtype,
     wanted = forced or _fastest(device)
     if wanted == "hopper" and not (_is_hopper(device) and {torch.bfloat16, torch.float16}.intersection(dtypes)):
         wanted = "portable"
-    return "reference" if beyond_portable().intersection(dtypes) else wanted
+    if beyond_portable().intersection(dtypes) or (FP8.intersection(dtypes) and not _knows_fp8(device)):
+        return "reference"
+    return wanted
 
 
 def _fastest(device: torch.device) -> str:
     if device.type != "cuda" or not has_triton():
         return "reference"
     return "hopper" if _is_hopper(device) and has_gluon() else "portable"
+
+
+def _knows_fp8(device: torch.device) -> bool:
+    """On a CPU Triton's interpreter does, whatever a GPU would."""
+    if device.type != "cuda":
+        return True
+    return not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _is_hopper(device: torch.device) -> bool:

@@ -8,6 +8,17 @@ from grouped_experts.ops.portable.few_tokens import few_tokens
 from grouped_experts.ops.portable.k_grouped import k_grouped_gemm, k_grouped_gemm_accumulate, k_grouped_sum
 from grouped_experts.ops.portable.permute import gather_rows, permute, unpermute, unpermute_with_values
 from grouped_experts.ops.portable.products import fc1_activation, fc2_dgrad_activation, m_grouped_gemm
+from grouped_experts.ops.portable.products_fp8 import (
+    k_grouped_gemm_fp8,
+    k_grouped_gemm_fp8_accumulate,
+    m_grouped_gemm_fp8,
+)
+from grouped_experts.ops.portable.quantize import (
+    quantize_blocks,
+    quantize_columns,
+    quantize_rows,
+    quantize_rows_and_columns,
+)
 from grouped_experts.ops.portable.route import route, route_rows
 from grouped_experts.ops.portable.schedule import ranges_from_tensor, scheduled_ranges, tile_schedule
 
@@ -18,9 +29,16 @@ __all__ = [
     "gather_rows",
     "k_grouped_gemm",
     "k_grouped_gemm_accumulate",
+    "k_grouped_gemm_fp8",
+    "k_grouped_gemm_fp8_accumulate",
     "k_grouped_sum",
     "m_grouped_gemm",
+    "m_grouped_gemm_fp8",
     "permute",
+    "quantize_blocks",
+    "quantize_columns",
+    "quantize_rows",
+    "quantize_rows_and_columns",
     "ranges_from_tensor",
     "route",
     "route_rows",

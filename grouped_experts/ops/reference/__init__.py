@@ -17,6 +17,17 @@ from grouped_experts.ops.reference.products import (
     k_grouped_sum,
     m_grouped_gemm,
 )
+from grouped_experts.ops.reference.products_fp8 import (
+    k_grouped_gemm_fp8,
+    k_grouped_gemm_fp8_accumulate,
+    m_grouped_gemm_fp8,
+)
+from grouped_experts.ops.reference.quantize import (
+    quantize_blocks,
+    quantize_columns,
+    quantize_rows,
+    quantize_rows_and_columns,
+)
 
 __all__ = [
     "accumulation_dtype",
@@ -26,9 +37,16 @@ __all__ = [
     "gather_rows",
     "k_grouped_gemm",
     "k_grouped_gemm_accumulate",
+    "k_grouped_gemm_fp8",
+    "k_grouped_gemm_fp8_accumulate",
     "k_grouped_sum",
     "m_grouped_gemm",
+    "m_grouped_gemm_fp8",
     "permute",
+    "quantize_blocks",
+    "quantize_columns",
+    "quantize_rows",
+    "quantize_rows_and_columns",
     "route",
     "scaled_activation",
     "scaled_activation_backward",

@@ -1,0 +1,256 @@
+"""Grouped products of FP8 numbers with blockwise scales in Triton.
+
+Every 128 steps of a contraction are a product of their own in the tensor cores, whose sums are short of fp32's bits;
+scaled, it is added to an fp32 sum outside of them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grouped_experts.ops.portable.fp8 import fp8_or_bits, from_fp8, is_native
+from grouped_experts.ops.portable.launch import cdiv, kernel, next_power_of_2, num_processors
+from grouped_experts.ops.portable.m_grouped import tile_position
+from grouped_experts.ops.portable.schedule import schedule_of
+from grouped_experts.ops.portable.tiles import row_block
+from grouped_experts.rows import FP8_BLOCK
+
+
+@triton.jit
+def m_grouped_fp8_kernel(
+    x_ptr,  # (T, K)
+    x_scales_ptr,  # (T, K / 128)
+    w_ptr,  # (E, N, K)
+    w_scales_ptr,  # (E, N / 128, K / 128)
+    tiles_ptr,  # (1 + tiles, 4) int32
+    y_ptr,  # (T, N)
+    N,
+    K,
+    stride_xm,
+    stride_xk,
+    stride_xs,
+    stride_xsk,
+    stride_we,
+    stride_wn,
+    stride_wk,
+    stride_wse,
+    stride_wsn,
+    stride_wsk,
+    X_E5M2: tl.constexpr,
+    W_E5M2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # at most a scale's
+    BLOCK_K: tl.constexpr,  # a scale's
+    GROUP_M: tl.constexpr,
+):
+    """Grid (programs,), persistent. Rows of no expert are tiles as well, of zeros."""
+    num_m = tl.load(tiles_ptr + 1)
+    num_n = tl.cdiv(N, BLOCK_N)
+    for t in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
+        i_m, i_n = tile_position(t, num_m, num_n, GROUP_M)
+        tile = tiles_ptr + 4 * (1 + i_m)
+        expert = tl.load(tile)
+        m = tl.load(tile + 1) + tl.arange(0, BLOCK_M)
+        known = m < tl.load(tile + 2)
+        n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tl.arange(0, BLOCK_K)
+        e = tl.maximum(expert, 0).to(tl.int64)
+        x_at = x_ptr + m.to(tl.int64)[:, None] * stride_xm + k.to(tl.int64)[None, :] * stride_xk
+        w_at = w_ptr + e * stride_we + n.to(tl.int64)[None, :] * stride_wn + k.to(tl.int64)[:, None] * stride_wk
+        x_scale_at = x_scales_ptr + m.to(tl.int64) * stride_xs
+        w_scale_at = w_scales_ptr + e * stride_wse + (i_n * BLOCK_N // BLOCK_K).to(tl.int64) * stride_wsn
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for i in range(0, tl.where(expert < 0, 0, tl.cdiv(K, BLOCK_K))):
+            inside = i * BLOCK_K + k < K
+            step = tl.cast(i, tl.int64)
+            x = tl.load(x_at + step * BLOCK_K * stride_xk, mask=known[:, None] & inside[None, :], other=0.0)
+            w = tl.load(w_at + step * BLOCK_K * stride_wk, mask=inside[:, None] & (n < N)[None, :], other=0.0)
+            x_scale = tl.load(x_scale_at + step * stride_xsk, mask=known, other=0.0)
+            w_scale = tl.load(w_scale_at + step * stride_wsk)
+            product = tl.dot(from_fp8(x, X_E5M2, NATIVE), from_fp8(w, W_E5M2, NATIVE))
+            acc += product * (x_scale * w_scale)[:, None]
+        y = acc.to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + m.to(tl.int64)[:, None] * N + n[None, :], y, mask=known[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def k_grouped_fp8_kernel(
+    a_ptr,  # (M, P)
+    a_scales_ptr,  # (M, P / 128)
+    b_ptr,  # (N, P)
+    b_scales_ptr,  # (N, P / 128)
+    starts_ptr,  # (E,)
+    ends_ptr,  # (E,)
+    c_ptr,  # (E, M, N)
+    num_experts,
+    num_blocks,  # P / 128
+    M,
+    N,
+    stride_am,
+    stride_ap,
+    stride_as,
+    stride_asp,
+    stride_bn,
+    stride_bp,
+    stride_bs,
+    stride_bsp,
+    stride_ce,
+    stride_cm,
+    stride_cn,
+    ACCUMULATE: tl.constexpr,
+    EXPERTS: tl.constexpr,  # at least E
+    A_E5M2: tl.constexpr,
+    B_E5M2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # a scale's
+):
+    """Grid (tiles of c, E)."""
+    expert = tl.program_id(1)
+    num_n = tl.cdiv(N, BLOCK_N)
+    m = tl.program_id(0) // num_n * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) % num_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    first, behind = expert_blocks(starts_ptr, ends_ptr, expert, num_experts, BLOCK_K, EXPERTS)
+    a_at = a_ptr + m.to(tl.int64)[:, None] * stride_am + k.to(tl.int64)[None, :] * stride_ap
+    b_at = b_ptr + n.to(tl.int64)[None, :] * stride_bn + k.to(tl.int64)[:, None] * stride_bp
+    a_scale_at = a_scales_ptr + m.to(tl.int64) * stride_as
+    b_scale_at = b_scales_ptr + n.to(tl.int64) * stride_bs
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for block in range(first, tl.minimum(behind, num_blocks)):
+        i = tl.cast(block, tl.int64)
+        a = tl.load(a_at + i * BLOCK_K * stride_ap, mask=(m < M)[:, None], other=0.0)
+        b = tl.load(b_at + i * BLOCK_K * stride_bp, mask=(n < N)[None, :], other=0.0)
+        a_scale = tl.load(a_scale_at + i * stride_asp, mask=m < M, other=0.0)
+        b_scale = tl.load(b_scale_at + i * stride_bsp, mask=n < N, other=0.0)
+        product = tl.dot(from_fp8(a, A_E5M2, NATIVE), from_fp8(b, B_E5M2, NATIVE))
+        acc += product * a_scale[:, None] * b_scale[None, :]
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    to = c_ptr + expert.to(tl.int64) * stride_ce
+    to += m.to(tl.int64)[:, None] * stride_cm + n.to(tl.int64)[None, :] * stride_cn
+    if ACCUMULATE:
+        acc += tl.load(to, mask=inside, other=0.0)
+    tl.store(to, acc.to(c_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def expert_blocks(starts_ptr, ends_ptr, expert, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    """The first of its padded blocks, and the one behind the last."""
+    e = tl.arange(0, EXPERTS)
+    start = tl.load(starts_ptr + e, mask=e < num_experts, other=0.0)
+    end = tl.load(ends_ptr + e, mask=e < num_experts, other=0.0)
+    blocks = tl.cdiv(tl.maximum(end - start, 0), BLOCK)
+    behind = tl.sum(tl.where(e <= expert, blocks, 0))
+    return behind - tl.sum(tl.where(e == expert, blocks, 0)), behind
+
+
+def m_grouped_gemm_fp8(
+    x: Tensor,
+    x_scales: Tensor,
+    w: Tensor,
+    w_scales: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    out_dtype: torch.dtype,
+    tiles: Tensor | None = None,
+) -> Tensor:
+    (num_rows, depth), (experts, columns) = x.shape, w.shape[:2]
+    y = x.new_empty(num_rows, columns, dtype=out_dtype)
+    tiles = schedule_of(tiles, starts, ends, num_rows)
+    block_m, block_n = row_block(num_rows, experts), FP8_BLOCK
+    programs = min(2 * num_processors(x.device), (tiles.shape[0] - 1) * cdiv(columns, block_n))
+    if not y.numel() or not programs:
+        return y
+    kernel(
+        m_grouped_fp8_kernel,
+        num_warps=8 if block_m == 128 else 4,
+        X_E5M2=x.dtype == torch.float8_e5m2,
+        W_E5M2=w.dtype == torch.float8_e5m2,
+        NATIVE=is_native(x),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=FP8_BLOCK,
+        GROUP_M=4,
+    ).launch(
+        (programs,),
+        x.device,
+        fp8_or_bits(x),
+        x_scales,
+        fp8_or_bits(w),
+        w_scales,
+        tiles,
+        y,
+        columns,
+        depth,
+        *x.stride(),
+        *x_scales.stride(),
+        *w.stride(),
+        *w_scales.stride(),
+    )
+    return y
+
+
+def k_grouped_gemm_fp8(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, starts: Tensor, ends: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    c = a.new_empty(starts.shape[0], a.shape[0], b.shape[0], dtype=out_dtype)
+    launch_k_grouped(c, a, a_scales, b, b_scales, starts, ends, accumulate=False)
+    return c
+
+
+def k_grouped_gemm_fp8_accumulate(
+    c: Tensor, a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, starts: Tensor, ends: Tensor
+) -> None:
+    launch_k_grouped(c, a, a_scales, b, b_scales, starts, ends, accumulate=True)
+
+
+def launch_k_grouped(
+    c: Tensor,
+    a: Tensor,
+    a_scales: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    accumulate: bool,
+) -> None:
+    if not c.numel():
+        return
+    experts, rows, columns = c.shape
+    block = FP8_BLOCK
+    kernel(
+        k_grouped_fp8_kernel,
+        num_warps=8,
+        ACCUMULATE=accumulate,
+        EXPERTS=next_power_of_2(experts),
+        A_E5M2=a.dtype == torch.float8_e5m2,
+        B_E5M2=b.dtype == torch.float8_e5m2,
+        NATIVE=is_native(a),
+        BLOCK_M=block,
+        BLOCK_N=block,
+        BLOCK_K=block,
+    ).launch(
+        (cdiv(rows, block) * cdiv(columns, block), experts),
+        a.device,
+        fp8_or_bits(a),
+        a_scales,
+        fp8_or_bits(b),
+        b_scales,
+        starts,
+        ends,
+        c,
+        experts,
+        a_scales.shape[1],
+        rows,
+        columns,
+        *a.stride(),
+        *a_scales.stride(),
+        *b.stride(),
+        *b_scales.stride(),
+        *c.stride(),
+    )

@@ -1,0 +1,227 @@
+"""Blockwise casts to FP8 in Triton."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grouped_experts.ops.portable.fp8 import absolute, fp8_or_bits, is_native, reciprocal, scale_of, to_fp8
+from grouped_experts.ops.portable.launch import cdiv, kernel, next_power_of_2
+from grouped_experts.ops.reference.quantize import empty_blocks, empty_columns, empty_rows
+from grouped_experts.rows import FP8_BLOCK
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x_ptr,  # (R, K)
+    data_ptr,  # (R, K)
+    scales_ptr,  # (K / 128, R)
+    num_rows,
+    K,
+    stride_xm,
+    stride_xk,
+    ROWS: tl.constexpr,
+    E5M2: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (row blocks, K / 128)."""
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (m < num_rows)[:, None] & (k < K)[None, :]
+    at = x_ptr + m.to(tl.int64)[:, None] * stride_xm + k.to(tl.int64)[None, :] * stride_xk
+    x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    store_rows(
+        x, m, k, num_rows, data_ptr, scales_ptr, num_rows, K, E5M2, POWER_OF_TWO, NATIVE, BLOCK
+    )  # fmt: skip
+
+
+@triton.jit
+def store_rows(
+    x, m, k, end, data_ptr, scales_ptr, num_rows, K, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    NATIVE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """x (rows m before `end`, 128 columns k) with a scale a row."""
+    scale = scale_of(tl.max(absolute(x), 1), E5M2, POWER_OF_TWO)
+    data = to_fp8(x * reciprocal(scale)[:, None], E5M2, NATIVE)
+    tl.store(data_ptr + m.to(tl.int64)[:, None] * K + k[None, :], data, mask=(m < end)[:, None] & (k < K)[None, :])
+    tl.store(scales_ptr + (tl.min(k) // BLOCK).to(tl.int64) * num_rows + m, scale, mask=m < end)
+
+
+@triton.jit
+def quantize_blocks_kernel(
+    w_ptr,  # (E, N, K)
+    data_ptr,  # (E, N, K), or (E, K, N) with TRANSPOSE
+    scales_ptr,  # (E, N / 128, K / 128), or (E, K / 128, N / 128)
+    N,
+    K,
+    stride_we,
+    stride_wn,
+    stride_wk,
+    TRANSPOSE: tl.constexpr,
+    E5M2: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (E * N / 128, K / 128)."""
+    blocks_n, blocks_k = tl.cdiv(N, BLOCK), tl.cdiv(K, BLOCK)
+    expert = (tl.program_id(0) // blocks_n).to(tl.int64)
+    i_n, i_k = tl.program_id(0) % blocks_n, tl.program_id(1)
+    n, k = i_n * BLOCK + tl.arange(0, BLOCK), i_k * BLOCK + tl.arange(0, BLOCK)
+    inside = (n < N)[:, None] & (k < K)[None, :]
+    at = w_ptr + expert * stride_we + n.to(tl.int64)[:, None] * stride_wn + k.to(tl.int64)[None, :] * stride_wk
+    w = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    scale = scale_of(tl.max(tl.max(absolute(w), 1, keep_dims=True), 0, keep_dims=True), E5M2, POWER_OF_TWO)
+    data = to_fp8(w * reciprocal(scale), E5M2, NATIVE)
+    to = data_ptr + expert * N * K
+    if TRANSPOSE:
+        to += k.to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(to, tl.trans(data), mask=(k < K)[:, None] & (n < N)[None, :])
+        block = i_k * blocks_n + i_n
+    else:
+        tl.store(to + n.to(tl.int64)[:, None] * K + k[None, :], data, mask=inside)
+        block = i_n * blocks_k + i_k
+    tl.store(scales_ptr + expert * blocks_n * blocks_k + block, tl.max(scale))
+
+
+@triton.jit
+def padded_range(starts_ptr, ends_ptr, block, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    """The rows of which the padded block is: the first one, the one behind the last; none behind the last block."""
+    e = tl.arange(0, EXPERTS)
+    start = tl.load(starts_ptr + e, mask=e < num_experts, other=0)
+    end = tl.load(ends_ptr + e, mask=e < num_experts, other=0)
+    blocks = tl.cdiv(tl.maximum(end - start, 0), BLOCK)
+    first = tl.cumsum(blocks, 0) - blocks
+    mine = (first <= block) & (block < first + blocks)
+    m0 = tl.sum(tl.where(mine, start + (block - first) * BLOCK, 0))
+    return m0, tl.sum(tl.where(mine, end, 0))
+
+
+@triton.jit
+def quantize_columns_kernel(
+    x_ptr,  # (R, K)
+    starts_ptr,  # (E,)
+    ends_ptr,  # (E,)
+    data_ptr,  # (K, P)
+    scales_ptr,  # (P / 128, K)
+    row_data_ptr,  # (R, K), as `quantize_rows`, or None
+    row_scales_ptr,  # (K / 128, R)
+    num_rows,
+    num_experts,
+    K,
+    P,
+    stride_xm,
+    stride_xk,
+    EXPERTS: tl.constexpr,
+    E5M2: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (P / 128, K / 128)."""
+    block = tl.program_id(0)
+    m0, end = padded_range(starts_ptr, ends_ptr, block, num_experts, BLOCK, EXPERTS)
+    end = tl.minimum(end, num_rows)  # ranges that leave the rows break a promise, not memory
+    if m0 < end:
+        m = tl.maximum(m0, 0) + tl.arange(0, BLOCK)
+        k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = (m < end)[:, None] & (k < K)[None, :]
+        at = x_ptr + m.to(tl.int64)[:, None] * stride_xm + k.to(tl.int64)[None, :] * stride_xk
+        x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        scale = scale_of(tl.max(absolute(x), 0), E5M2, POWER_OF_TWO)
+        data = to_fp8(x * reciprocal(scale)[None, :], E5M2, NATIVE)
+        row = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(data_ptr + k.to(tl.int64)[:, None] * P + row[None, :], tl.trans(data), mask=(k < K)[:, None])
+        tl.store(scales_ptr + block.to(tl.int64) * K + k, scale, mask=k < K)
+        if row_data_ptr is not None:
+            store_rows(
+                x, m, k, end, row_data_ptr, row_scales_ptr, num_rows, K, E5M2, POWER_OF_TWO, NATIVE, BLOCK
+            )  # fmt: skip
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    data, scales = empty_rows(x, dtype)
+    if data.numel():
+        kernel(quantize_rows_kernel, ROWS=32, **options(data, power_of_two)).launch(
+            (cdiv(x.shape[0], 32), scales.shape[1]), x.device, x, fp8_or_bits(data), scales, *x.shape, *x.stride()
+        )
+    return data, scales
+
+
+def quantize_blocks(w: Tensor, dtype: torch.dtype, power_of_two: bool, transpose: bool) -> tuple[Tensor, Tensor]:
+    data, scales = empty_blocks(w, dtype, transpose)
+    if data.numel():
+        experts, rows, columns = w.shape
+        kernel(quantize_blocks_kernel, num_warps=8, TRANSPOSE=transpose, **options(data, power_of_two)).launch(
+            (experts * cdiv(rows, FP8_BLOCK), cdiv(columns, FP8_BLOCK)),
+            w.device,
+            w,
+            fp8_or_bits(data),
+            scales,
+            rows,
+            columns,
+            *w.stride(),
+        )
+    return data, scales
+
+
+def quantize_columns(
+    x: Tensor, starts: Tensor, ends: Tensor, dtype: torch.dtype, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    outputs = empty_columns(x, starts.shape[0], dtype)
+    launch_columns(x, starts, ends, power_of_two, *outputs, None, None)
+    return outputs
+
+
+def quantize_rows_and_columns(
+    x: Tensor, starts: Tensor, ends: Tensor, dtype: torch.dtype, power_of_two: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, columns = empty_rows(x, dtype), empty_columns(x, starts.shape[0], dtype)
+    launch_columns(x, starts, ends, power_of_two, *columns, *rows)
+    return *rows, *columns
+
+
+def launch_columns(
+    x: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    power_of_two: bool,
+    data: Tensor,
+    scales: Tensor,
+    row_data: Tensor | None,
+    row_scales: Tensor | None,
+) -> None:
+    if not x.numel() or not data.numel():
+        return
+    experts, (columns, padded) = starts.shape[0], data.shape
+    kernel(
+        quantize_columns_kernel, num_warps=8, EXPERTS=next_power_of_2(experts), **options(data, power_of_two)
+    ).launch(
+        (padded // FP8_BLOCK, cdiv(columns, FP8_BLOCK)),
+        x.device,
+        x,
+        starts,
+        ends,
+        fp8_or_bits(data),
+        scales,
+        None if row_data is None else fp8_or_bits(row_data),
+        row_scales,
+        x.shape[0],
+        experts,
+        columns,
+        padded,
+        *x.stride(),
+    )
+
+
+def options(data: Tensor, power_of_two: bool) -> dict[str, bool | int]:
+    return {
+        "E5M2": data.dtype == torch.float8_e5m2,
+        "POWER_OF_TWO": power_of_two,
+        "NATIVE": is_native(data),
+        "BLOCK": FP8_BLOCK,
+    }
