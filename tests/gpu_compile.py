@@ -21,11 +21,12 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from grouped_experts.activations import ACTIVATIONS
-from grouped_experts.ops import hopper, portable
+from grouped_experts.ops import hopper, portable, reference
 from grouped_experts.ops.hopper import fc2_dgrad as hopper_fc2_dgrad
 from grouped_experts.ops.hopper import k_grouped as hopper_k_grouped
 from grouped_experts.ops.hopper import products as hopper_products
-from grouped_experts.ops.portable import k_grouped, launch, products, schedule
+from grouped_experts.ops.portable import fp8, k_grouped, launch, products, products_fp8, quantize, schedule
+from grouped_experts.ops.reference.quantize import empty_columns
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,10 @@ def compile_launches(patch: pytest.MonkeyPatch, arch: int, call: Callable[[], An
     patch.setattr(JITFunction, "run", compile_only)
     for module in (launch, products, k_grouped):
         patch.setattr(module, "capability", lambda device: arch)
-    for module in (products, k_grouped, hopper_products, hopper_k_grouped, hopper_fc2_dgrad):
+    for module in (products, products_fp8, k_grouped, hopper_products, hopper_k_grouped, hopper_fc2_dgrad):
         patch.setattr(module, "num_processors", lambda device: 132)
+    for module in (fp8, quantize, products_fp8):
+        patch.setattr(module, "is_native", lambda data: True)
     call()
     return list(made.values())
 
@@ -208,14 +211,38 @@ def launch_hopper(dtype: torch.dtype) -> None:
     hopper.m_grouped_gemm(x, many.mT.contiguous(), ends, ends, None, None, False, tiles)
 
 
+def launch_fp8(dtype: torch.dtype) -> None:
+    """Casts from `dtype` and products of FP8, for every tile of rows; E = 8 experts, depth 256."""
+    experts, columns, depth = 8, 136, 256
+    ends, w = torch.empty(experts, dtype=torch.int32), torch.empty(experts, columns, depth, dtype=dtype)
+    for fp8_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        for power_of_two in (False, True):
+            x = torch.empty(experts * 200, depth, dtype=dtype)
+            for transpose in (False, True):
+                portable.quantize_blocks(w, fp8_dtype, power_of_two, transpose)
+            portable.quantize_columns(x, ends, ends, fp8_dtype, power_of_two)
+            portable.quantize_rows(x, fp8_dtype, power_of_two)
+            portable.quantize_rows_and_columns(x, ends, ends, fp8_dtype, power_of_two)
+        weight = reference.quantize_blocks(w.float(), torch.float8_e4m3fn, False, False)
+        for rows in (8, 24, 60, 200):
+            x = torch.empty(experts * rows, depth)
+            quantized = reference.quantize_rows(x, fp8_dtype, False)
+            portable.m_grouped_gemm_fp8(*quantized, *weight, ends, ends, dtype)
+        a, b = (empty_columns(torch.empty(1600, n), experts, fp8_dtype) for n in (columns, depth))
+        portable.k_grouped_gemm_fp8(*a, *b, ends, ends, dtype)
+        portable.k_grouped_gemm_fp8_accumulate(torch.empty(experts, columns, depth), *a, *b, ends, ends)
+
+
 def main() -> None:
-    """Arguments: an arch, a dtype, mean rows an expert of each layer, or "hopper" for Gluon kernels. Prints JSON."""
+    """Arguments: an arch, a dtype, mean rows an expert of each layer or "hopper" or "fp8". Prints JSON."""
     arch, dtype, layers = int(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3:]
 
     def launch_all() -> None:
         for layer in layers:
             if layer == "hopper":
                 launch_hopper(dtype)
+            elif layer == "fp8":
+                launch_fp8(dtype)
             else:
                 launch_everything(64 * int(layer), dtype)
 

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("triton", reason="needs Triton")
 
-Case = tuple[int, str, tuple[str, ...]]  # compute capability, dtype, mean rows an expert or "hopper"
+Case = tuple[int, str, tuple[str, ...]]  # compute capability, dtype, mean rows an expert, "hopper" or "fp8"
 
 SCRIPT = Path(__file__).parent / "gpu_compile.py"
 # KiB of shared memory that a block may ask for. sm_86, sm_89 and sm_120 run what sm_80 does.
@@ -28,6 +28,7 @@ CASES: list[Case] = [
     (90, "float16", ("hopper",)),
     *[(arch, "bfloat16", ("8", "24", "60", "200", "3000")) for arch in SHARED_MEMORY],
     *[(arch, "float32", ("200",)) for arch in SHARED_MEMORY],
+    *[(arch, "bfloat16", ("fp8",)) for arch in SHARED_MEMORY if arch >= 89],
 ]
 
 
@@ -51,7 +52,9 @@ def compile_in_a_process(arch: int, dtype: str, layers: tuple[str, ...]) -> subp
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}" + "-hopper" * ("hopper" in case[2]))
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: "-".join(map(str, (*case[:2], *case[2][:1] * (not case[2][0].isdigit()))))
+)
 def test_kernels_compile(case: Case, compilations: dict[Case, Future[Any]]) -> None:
     arch = case[0]
     done = compilations[case].result()

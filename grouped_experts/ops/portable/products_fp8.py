@@ -18,6 +18,8 @@ from grouped_experts.ops.portable.schedule import schedule_of
 from grouped_experts.ops.portable.tiles import row_block
 from grouped_experts.rows import FP8_BLOCK
 
+NARROW = 64  # columns of a tile of 128 rows: its sum and its product are as much as the registers hold
+
 
 @triton.jit
 def m_grouped_fp8_kernel(
@@ -72,7 +74,7 @@ def m_grouped_fp8_kernel(
             x_scale = tl.load(x_scale_at + step * stride_xsk, mask=known, other=0.0)
             w_scale = tl.load(w_scale_at + step * stride_wsk)
             product = tl.dot(from_fp8(x, X_E5M2, NATIVE), from_fp8(w, W_E5M2, NATIVE))
-            acc += product * (x_scale * w_scale)[:, None]
+            acc += product * x_scale[:, None] * w_scale  # one by one: their product could be too small for fp32
         y = acc.to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + m.to(tl.int64)[:, None] * N + n[None, :], y, mask=known[:, None] & (n < N)[None, :])
 
@@ -162,13 +164,14 @@ def m_grouped_gemm_fp8(
     (num_rows, depth), (experts, columns) = x.shape, w.shape[:2]
     y = x.new_empty(num_rows, columns, dtype=out_dtype)
     tiles = schedule_of(tiles, starts, ends, num_rows)
-    block_m, block_n = row_block(num_rows, experts), FP8_BLOCK
+    block_m = row_block(num_rows, experts)
+    block_n = NARROW if block_m == 128 else FP8_BLOCK
     programs = min(2 * num_processors(x.device), (tiles.shape[0] - 1) * cdiv(columns, block_n))
     if not y.numel() or not programs:
         return y
     kernel(
         m_grouped_fp8_kernel,
-        num_warps=8 if block_m == 128 else 4,
+        num_warps=8 if block_m >= 64 else 4,
         X_E5M2=x.dtype == torch.float8_e5m2,
         W_E5M2=w.dtype == torch.float8_e5m2,
         NATIVE=is_native(x),
@@ -222,7 +225,6 @@ def launch_k_grouped(
     if not c.numel():
         return
     experts, rows, columns = c.shape
-    block = FP8_BLOCK
     kernel(
         k_grouped_fp8_kernel,
         num_warps=8,
@@ -231,11 +233,11 @@ def launch_k_grouped(
         A_E5M2=a.dtype == torch.float8_e5m2,
         B_E5M2=b.dtype == torch.float8_e5m2,
         NATIVE=is_native(a),
-        BLOCK_M=block,
-        BLOCK_N=block,
-        BLOCK_K=block,
+        BLOCK_M=128,
+        BLOCK_N=NARROW,
+        BLOCK_K=FP8_BLOCK,
     ).launch(
-        (cdiv(rows, block) * cdiv(columns, block), experts),
+        (cdiv(rows, 128) * cdiv(columns, NARROW), experts),
         a.device,
         fp8_or_bits(a),
         a_scales,
