@@ -112,13 +112,17 @@ def experts_alone(case: Case) -> Step:
 
 def time_pieces(case: Case, rounds: int) -> dict[str, float]:
     each = pieces(case)
-
-    def together() -> None:
-        for run in each.values():
-            run()
-
+    together = one_behind_the_other(list(each.values()))
     runs = {OURS: case.step(routed_experts), ALONE: experts_alone(case), **each, TOGETHER: together}
     return medians(event_ms_of(runs, rounds))
+
+
+def one_behind_the_other(runs: list[Run]) -> Run:
+    def run() -> None:
+        for each in runs:
+            each()
+
+    return run
 
 
 def kept_bytes(case: Case, run: RoutedExperts) -> int:

@@ -136,6 +136,9 @@ def launch_everything(rows: int, dtype: torch.dtype) -> None:
         w_act = w1 if ACTIVATIONS[activation].gated else w1[:, :inner]
         for each_probs, b1, b2 in ((probs, w_act[:, :, 0], w2[:, :, 0]), (None, None, None)):
             portable.few_tokens(x[:4], slots[:4].long(), each_probs, w_act, w2, b1, b2, activation)
+    wide_x, wide_w1 = torch.empty(1, 2048, dtype=dtype), torch.empty(experts, 1536, 2048, dtype=dtype)
+    wide_w2 = torch.empty(experts, 2048, 768, dtype=dtype)
+    portable.few_tokens(wide_x, slots[:1].long(), probs[:2].view(1, 2), wide_w1, wide_w2, None, None, "swiglu")
     for num_tokens in (16, 4096):  # few slots, which one kernel sorts, and many
         ids = torch.empty(num_tokens, 8, dtype=torch.int64)
         portable.route(ids, experts)

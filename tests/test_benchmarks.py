@@ -172,6 +172,12 @@ def exactly(x: Tensor, ids: Tensor, probs: Tensor, fc1_weight: Tensor, fc2_weigh
     return routed_loop(x, fc1_weight, fc2_weight, ids, probs)
 
 
+def test_pieces_run_together_once_each() -> None:
+    ran: list[str] = []
+    gpu_routed.one_behind_the_other([lambda: ran.append("a"), lambda: ran.append("b")])()
+    assert ran == ["a", "b"]
+
+
 def test_routed_layers_are_checked_timed_and_summed_up(here: str, capsys: pytest.CaptureFixture[str]) -> None:
     composite = routed_peers.composite().run
     assert composite is not None

@@ -53,7 +53,7 @@ def frozen(case: Case) -> Case:
 
 @in_every_place
 def test_random_routings(place: Place) -> None:
-    """Duplicates, ids of nobody with NaN in tokens without any other, biases, every activation, no probs, no tokens."""
+    """Duplicates, ids of nobody with NaN in tokens without any other, biases, no probs, no tokens."""
     for seed in range(40):
         torch.manual_seed(seed)
         case = frozen(random_case(seed, place.dtype, place.device))
@@ -74,6 +74,14 @@ def test_sizes(size: tuple[int, int], place: Place) -> None:
         ids = torch.tensor([[0, 5, 4]], device=place.device)
         case = make_case(ids, 5, *size, dtype=place.dtype, activation=activation)
         assert_right(by_op(case), case)
+
+
+@in_every_place
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("size", [(5, 0), (0, 5), (0, 0)], ids=str)
+def test_no_columns(size: tuple[int, int], bias: bool, place: Place) -> None:
+    case = make_case(torch.tensor([[0, 3], [2, 1]], device=place.device), 3, *size, dtype=place.dtype, bias=bias)
+    assert_right(by_op(case), case)
 
 
 @in_every_place

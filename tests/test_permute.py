@@ -103,6 +103,7 @@ ROUTES: dict[str, tuple[list[list[int]], int]] = {
     "all-choices": ([[0, 1, 2], [2, 1, 0], [1, 0, 2]], 3),
     "one-takes-all": ([[1, 1], [1, 1]], 3),
     "twice-the-same": ([[0, 0], [2, 2], [0, 2]], 3),
+    "more-choices-than-values-at-a-time": ([[choice % 6 for choice in range(150)]] * 3, 5),
     "none-here": ([[3, 3], [3, 3]], 3),
     "some-elsewhere": ([[3, 0], [1, 3], [3, 3], [0, 1]], 3),
     "first-and-last-idle": ([[1, 2], [2, 1]], 4),

@@ -328,6 +328,18 @@ def test_rows_are_scheduled_as_they_are_apart(shape: tuple[int, int, int], forei
     assert torch.equal(tiles[1:written, :3], wanted[1:written, :3])
 
 
+@pytest.mark.parametrize("id_", [0, 6, 7])
+def test_rows_of_one_expert_or_of_nobody_are_scheduled(id_: int) -> None:
+    ids = torch.full((1100, 4), id_, device=DEVICE)
+    *_, starts, ends, tiles = module.route_rows(ids, 7, torch.float32, None)
+    counts = [4400 * (e == id_) for e in range(7)]
+    assert ends.tolist() == [sum(counts[: e + 1]) for e in range(7)]
+    assert starts.tolist() == [sum(counts[:e]) for e in range(7)]
+    owner, owned = (id_, 35) if id_ < 7 else (-1, 0)
+    assert tiles[0, :2].tolist() == [owned, 35]
+    assert tiles[1:36, :3].tolist() == [[owner, m, min(m + 128, 4400)] for m in range(0, 4400, 128)]
+
+
 @pytest.mark.parametrize("shape", [(5, 3, 4), (1, 8, 300), (0, 2, 3), (4, 0, 3)])
 def test_opcheck_of_rows(shape: tuple[int, int, int]) -> None:
     ids = torch.randint(0, shape[2] + 1, shape[:2], device=DEVICE)

@@ -107,7 +107,7 @@ def slot_fc1_kernel(
 def step_of_choices(step, k, choices_of_token, I):
     """Choice j of a token, its expert, the first number of I, and which of those at k are there, of no expert none."""
     ids_ptr, num_experts, choices, stride_k = choices_of_token
-    steps = tl.cdiv(I, k.shape[0])
+    steps = tl.maximum(1, tl.cdiv(I, k.shape[0]))  # of no columns, one with nothing in it
     j = step // steps
     k0 = step % steps * k.shape[0]
     expert = load_experts(ids_ptr, j, j < choices, num_experts, choices, 0, stride_k)
@@ -226,7 +226,7 @@ def few_tokens(
         kernel(
             slot_fc2_kernel,
             num_warps=1,
-            launch_pdl=overlap,
+            launch_pdl=overlap and a.numel() > 0,  # else what comes before may not be fc1
             COLUMNS=block.columns,
             DEPTH=block.depth,
             UNROLL=block.unroll,

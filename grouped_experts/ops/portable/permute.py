@@ -47,7 +47,7 @@ def unpermute_kernel(
     choices,
     stride_y,
     stride_yh,
-    CHOICES: tl.constexpr,  # at least as many
+    CHOICES: tl.constexpr,  # values at a time
     BLOCK: tl.constexpr,
 ):
     """Grid (T * column blocks,). x[t] = sum over j of y[slot_to_row[t, j]], in fp32, j ascending.
@@ -72,6 +72,11 @@ def unpermute_kernel(
     tl.store(x_ptr + token.to(tl.int64) * H + n, total.to(x_ptr.dtype.element_ty), mask=n < H)
     if values_ptr is not None:  # behind the loop: no load passes a store
         tl.store(values_ptr + slot, value, mask=mine)
+        for j in range(CHOICES, choices, CHOICES):
+            mine = (j + tl.arange(0, CHOICES) < choices) & (block == 0)
+            rows = tl.load(slot_to_row_ptr + slot + j, mask=mine, other=-1)
+            value = tl.load(row_values_ptr + rows, mask=rows >= 0, other=0.0)
+            tl.store(values_ptr + slot + j, value, mask=mine)
 
 
 def permute(x: Tensor, slot_to_row: Tensor, row_to_slot: Tensor) -> Tensor:
@@ -120,7 +125,8 @@ def launch_unpermute(
     if x.shape[0] and (width or values is not None):
         # Of few tokens every program has few columns, so that there are enough of them.
         block = 256 if x.shape[0] <= 128 or width <= 256 else 512
-        kernel(unpermute_kernel, num_warps=block // 256, CHOICES=next_power_of_2(choices), BLOCK=block).launch(
+        at_a_time = 1 if values is None else min(64, next_power_of_2(choices))
+        kernel(unpermute_kernel, num_warps=block // 256, CHOICES=at_a_time, BLOCK=block).launch(
             (x.shape[0] * max(1, cdiv(width, block)),),
             y.device,
             y,

@@ -5,8 +5,9 @@ compared with all. Many are counted by chunk and expert, the counts are summed o
 
     start of its expert + slots of its expert in the chunks before + those before it in its own chunk
 
-These are sums of integers, so the result does not depend on the order in which programs run. From Hopper on each of
-the three kernels is launched while the one before runs (programmatic dependent launch), and then waits for it.
+These are sums of integers, so the result does not depend on the order in which programs run. From Hopper on the second
+and the third are launched while the one before runs (programmatic dependent launch), and then wait for it. The first is
+launched behind all that came before, so that nothing the others write is read by then.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from grouped_experts.ops.portable.launch import cdiv, contiguous, has_dependent_launch, kernel, next_power_of_2
-from grouped_experts.ops.portable.schedule import empty_schedule, scheduled_ranges, write_schedule
+from grouped_experts.ops.portable.schedule import ceil_div, empty_schedule, scheduled_ranges, write_schedule
 from grouped_experts.ops.portable.tiles import row_block
 
 # The most slots that are all compared with all: beyond, comparing takes longer than two launches more.
 FEW_SLOTS = 4096
 FEW_SCHEDULED = 1024  # of which one program also writes the tiles
-MOST_SCHEDULED_EXPERTS = 255  # whose tiles programs of a single warp write beside those that place many slots
+MOST_SCHEDULED_EXPERTS = 255  # whose tiles programs of one warp write, 256 ranges at a time, beside those of the slots
 FEW_EXPERTS = 2**31 // FEW_SLOTS - 1  # the keys that are compared are int32
 # Chunks of many slots. The more there are, the more programs; but summing over the most takes a program 8 steps, and
 # their counts take up to 4 MiB, or 1 KiB an expert.
@@ -229,11 +230,12 @@ def place_kernel(
     BLOCK: tl.constexpr,
     BINS: tl.constexpr,
     TILE: tl.constexpr,  # rows
+    BLOCK_E: tl.constexpr,  # with tiles at least E + 1
     OVERLAP: tl.constexpr,  # with the kernel before
 ):
     """Grid (chunks,): the rows of their slots; with tiles E + 1 programs more, for the ranges and the schedule."""
     program = tl.program_id(0)
-    chunks = tl.cdiv(num_slots, chunk_size)
+    chunks = ceil_div(num_slots, chunk_size)
     if OVERLAP:
         gdc_wait()
     if program < chunks:
@@ -244,7 +246,7 @@ def place_kernel(
     elif tiles_ptr is not None:
         write_schedule(
             program - chunks, counts_ptr, starts_ptr, ends_ptr, tiles_ptr, num_slots, num_experts, 1, 0, False, TILE,
-            2 * BINS, 32
+            BLOCK_E, 32
         )  # fmt: skip
 
 
@@ -358,7 +360,7 @@ def launch_route_few(top_k_ids: Tensor, num_experts: int, bins: int, *outputs: T
 def route_rows(
     top_k_ids: Tensor, num_experts: int, dtype: torch.dtype, top_k_probs: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """What `route` gives, the rows' tokens and probs, and their starts, ends and tiles: of few, in one kernel."""
+    """What `route` gives, the rows' tokens and probs, and their starts, ends and tiles: in as many kernels."""
     num_slots = top_k_ids.numel()
     tokens = top_k_ids.new_empty(num_slots, dtype=torch.int32)
     row_probs = tokens.new_empty(0) if top_k_probs is None else top_k_probs.new_empty(num_slots)
@@ -399,7 +401,17 @@ def route_many(
     )
     bins, tile = expert_block(num_experts, 1024), row_block(num_slots, num_experts)
     # A warp compares 32 slots with one another at a time: of 64, each would be compared twice as often.
-    kernel(place_kernel, num_warps=1, launch_pdl=overlap, BLOCK=32, BINS=bins, TILE=tile, OVERLAP=overlap).launch(
+    block_e = 1 if schedule.tiles is None else next_power_of_2(num_experts + 1)
+    kernel(
+        place_kernel,
+        num_warps=1,
+        launch_pdl=overlap,
+        BLOCK=32,
+        BINS=bins,
+        TILE=tile,
+        BLOCK_E=block_e,
+        OVERLAP=overlap,
+    ).launch(
         (num_chunks + (0 if schedule.tiles is None else num_experts + 1),),
         device,
         top_k_ids,

@@ -25,20 +25,26 @@ def max_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
 
 
 @triton.jit
+def ceil_div(a, b):
+    """a / b, rounded up, for a from 0 to the largest int32: `tl.cdiv` goes beyond it."""
+    return a // b + (a % b > 0).to(tl.int32)
+
+
+@triton.jit
 def maximum(a, b):
     return tl.maximum(a, b)
 
 
 @triton.jit
 def write_tiles(tiles_ptr, first_tile, expert, start, end, BLOCK_M: tl.constexpr, LANES: tl.constexpr):
-    count = tl.cdiv(end - start, BLOCK_M)
+    count = ceil_div(end - start, BLOCK_M)
     for i in range(0, count, LANES):
         tile = i + tl.arange(0, LANES)
         row = start + tile * BLOCK_M
         to = tiles_ptr + 4 * (1 + first_tile + tile)
         tl.store(to, tl.zeros_like(tile) + expert, mask=tile < count)
         tl.store(to + 1, row, mask=tile < count)
-        tl.store(to + 2, tl.minimum(row + BLOCK_M, end), mask=tile < count)
+        tl.store(to + 2, row + tl.minimum(end - row, BLOCK_M), mask=tile < count)
 
 
 @triton.jit
@@ -90,8 +96,8 @@ def write_schedule(
     end = tl.maximum(end, start)
     bounds_gap = (end > start) | (e == num_experts)
     gap = tl.where(bounds_gap, start - tl.minimum(reached, start), 0)
-    owned_tiles = tl.cdiv(end - start, BLOCK_M)
-    gap_tiles = tl.cdiv(gap, BLOCK_M)
+    owned_tiles = ceil_div(end - start, BLOCK_M)
+    gap_tiles = ceil_div(gap, BLOCK_M)
     num_owned = tl.sum(owned_tiles)
 
     mine = e == expert
