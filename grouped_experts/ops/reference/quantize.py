@@ -19,12 +19,12 @@ def scales_of(largest: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor
     NaN counts as infinity: a block that is not finite becomes NaN. A block of zeros has the smallest scale.
     """
     scales = torch.where(largest.isnan(), torch.inf, largest) / torch.finfo(dtype).max
-    if power_of_two:
-        mantissa, exponent = torch.frexp(scales)
-        scales = torch.where(
-            scales.isinf(), scales, torch.ldexp(scales.new_ones(()), exponent - (mantissa == 0.5).int())
-        )
-    return scales.clamp(min=SMALLEST_SCALE)
+    scales = scales.clamp(min=SMALLEST_SCALE)
+    if not power_of_two:
+        return scales
+    mantissa, exponent = torch.frexp(scales)
+    rounded = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+    return torch.where(scales.isinf(), scales, rounded)
 
 
 def empty_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
