@@ -8,12 +8,13 @@ and from tokens with their top-k choices: `routed_experts`.
 """
 
 from grouped_experts import nn, ops
-from grouped_experts.nn import GroupedMLP, MoE, backward_dw, check_no_pending_wgrads, routed_experts
+from grouped_experts.nn import FP8Recipe, GroupedMLP, MoE, backward_dw, check_no_pending_wgrads, routed_experts
 from grouped_experts.rows import RowRanges
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "FP8Recipe",
     "GroupedMLP",
     "MoE",
     "RowRanges",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from grouped_experts import GroupedMLP, RowRanges, routed_experts
 from grouped_experts.nn.function import Weights, apply_experts
+from grouped_experts.nn.products import Products
 from grouped_experts.ops import permute, route, unpermute
 
 FP32, FP64 = torch.float32, torch.float64
@@ -93,7 +94,7 @@ def materialised(case: Case) -> Tensor:
     ranges = RowRanges.contiguous(rows.counts, num_rows=rows.x.shape[0])
     row_probs = None if case.probs is None else rows.probs
     weights = Weights(*(case.weights.get(name) for name in WEIGHTS))
-    y = apply_experts(rows.x, row_probs, ranges, None, None, weights, case.activation, case.x.dtype)
+    y = apply_experts(rows.x, row_probs, ranges, None, None, weights, case.activation, Products(case.x.dtype))
     return unpermute(y, rows.routing)
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from grouped_experts.nn.function import Weights, cast
+from grouped_experts.nn.function import Weights
+from grouped_experts.nn.products import cast
 from grouped_experts.ops.few_tokens import few_tokens_op, suits_few_tokens
 
 

@@ -26,10 +26,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_experts.nn.deferred import BiasGradient, PendingGradient, WeightGradient, WgradQueue
+from grouped_experts.nn.deferred import BiasGradient, PendingGradient, WgradQueue
+from grouped_experts.nn.products import Products, Rows, cast
 from grouped_experts.ops.activation import scaled_activation_op
-from grouped_experts.ops.fused import fc1_activation_op, fc2_dgrad_activation_op
-from grouped_experts.ops.m_grouped import m_grouped_gemm_op
 from grouped_experts.ops.permute import Routing, gather_rows_op, permute_op, unpermute_op, unpermute_with_values_op
 from grouped_experts.ops.schedule import tile_schedule_op
 from grouped_experts.registration import below_autograd
@@ -105,10 +104,11 @@ class Deferral:
 
 
 class GroupedMLPFunction(torch.autograd.Function):
-    """y = apply(x, probs, fc1_weight, ..., fc2_bias, anchor, rows, tiles, routing, activation, dtype, deferral).
+    """y = apply(x, probs, fc1_weight, ..., fc2_bias, anchor, rows, tiles, routing, activation, products, deferral).
 
-    x (T, H), probs (T,) or None, weights as in `Weights`, rows a RowRanges, tiles their schedule or None; products are
-    computed in `dtype`. routing: None, or where the slots of T tokens went; probs are (T, k) or None then, y is (T, H).
+    x (T, H), probs (T,) or None, weights as in `Weights`, rows a RowRanges, tiles their schedule or None, products a
+    `Products`, which says how they are computed and in which dtype. routing: None, or where the slots of T tokens went;
+    probs are (T, k) or None then, y is (T, H).
     With a deferral the weights come detached, their gradients go to its queue, and `anchor`, an empty tensor that
     requires a gradient, keeps y in the graph even if neither x nor probs requires one.
     Saved: x, h, probs, the ranges (on a GPU also as tiles, a byte a row) and the weights, each only where a wanted
@@ -129,12 +129,12 @@ class GroupedMLPFunction(torch.autograd.Function):
         tiles: Tensor | None,
         routing: Routing | None,
         activation: str,
-        dtype: torch.dtype,
+        products: Products,
         deferral: Deferral | None,
     ) -> Tensor:
         weights = Weights(fc1_weight, fc2_weight, fc1_bias, fc2_bias)
         with below_autograd():
-            return _forward(ctx, x, probs, weights, rows, tiles, routing, activation, dtype, deferral)
+            return _forward(ctx, x, probs, weights, rows, tiles, routing, activation, products, deferral)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -166,13 +166,13 @@ def apply_experts(
     routing: Routing | None,
     weights: Weights,
     activation: str,
-    dtype: torch.dtype,
+    products: Products,
     anchor: Tensor | None = None,
     deferral: Deferral | None = None,
 ) -> Tensor:
     """`GroupedMLPFunction` with its arguments by name."""
     return GroupedMLPFunction.apply(  # type: ignore[no-untyped-call]
-        x, probs, *weights, anchor, rows, tiles, routing, activation, dtype, deferral
+        x, probs, *weights, anchor, rows, tiles, routing, activation, products, deferral
     )
 
 
@@ -185,27 +185,24 @@ def _forward(
     tiles: Tensor | None,
     routing: Routing | None,
     activation: str,
-    dtype: torch.dtype,
+    products: Products,
     deferral: Deferral | None,
 ) -> Tensor:
     """y, with what the wanted gradients need saved in ctx."""
     need_x, need_probs = ctx.needs_input_grad[:2]
     needs = Needs(*ctx.needs_input_grad[2:6]) if deferral is None else deferral.weights.need_grad()
-    x_in = cast(x, dtype)
+    x_in = cast(x, products.dtype)
     fc1_weight, fc2_weight, fc1_bias, fc2_bias = weights
-    w1, w2 = cast(fc1_weight, dtype), cast(fc2_weight, dtype)
-    b1 = None if fc1_bias is None else cast(fc1_bias, dtype)
-    b2 = None if fc2_bias is None else cast(fc2_bias, dtype)
     starts, ends = rows.starts, rows.ends
     slot_to_row = row_index = None
     if routing is not None:
         slot_to_row, row_index = routing.slot_to_row, routing.row_to_token()
         probs = None if probs is None else _rows_of_slots(probs, routing)
     if tiles is None:
-        tiles = tile_schedule_op(starts, ends, num_rows(x, row_index), dtype)
-    h, a = fc1_activation_op(x_in, w1, starts, ends, b1, probs, activation, tiles, row_index)
-    scale = None if b2 is None else probs
-    y = m_grouped_gemm_op(a, w2, starts, ends, b2, scale, True, tiles, None, routing is None)
+        tiles = tile_schedule_op(starts, ends, num_rows(x, row_index), products.dtype)
+    of_products = Rows(starts, ends, tiles, row_index)
+    h, a = products.fc1_activation(x_in, fc1_weight, of_products, fc1_bias, probs, activation)
+    y = products.fc2(a, fc2_weight, of_products.themselves(), fc2_bias, probs, routing is None)
     if routing is not None:
         y = unpermute_op(y, slot_to_row, row_index)
 
@@ -226,7 +223,7 @@ def _forward(
     )
     ctx.save_for_backward(*saved)
     ctx.needs, ctx.need_dh, ctx.need_da = needs, need_dh, need_da
-    ctx.x_dtype, ctx.dtype, ctx.activation, ctx.deferral = x.dtype, dtype, activation, deferral
+    ctx.x_dtype, ctx.products, ctx.activation, ctx.deferral = x.dtype, products, activation, deferral
     ctx.weight_dtypes = tuple(None if w is None else w.dtype for w in weights)
     return y
 
@@ -239,15 +236,11 @@ def _rows_of_slots(probs: Tensor, routing: Routing) -> Tensor:
     return permute_op(probs.reshape(-1, 1), slots, routing.row_to_slot)[:, 0]
 
 
-def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`to`, which takes ten times as long to find that there is nothing to do."""
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
-
-
 def _backward(ctx: Any, dy: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor | None, list[PendingGradient]]:
     """dx, dprobs, and the wanted weight gradients as work to be done, fc2 before fc1."""
     x, h, probs, fc1_weight, fc2_weight, fc2_bias, starts, ends, tiles, slot_to_row, row_index = saved
-    needs, dtype, rows, dy_index = ctx.needs, ctx.dtype, RowRanges(starts, ends), row_index
+    needs, products, rows, dy_index = ctx.needs, ctx.products, RowRanges(starts, ends), row_index
+    of_products = Rows(starts, ends, tiles)
     need_x, need_probs = ctx.needs_input_grad[:2]
     # What waits keeps dy alone, not k rows of each token.
     once = row_index is not None and needs.fc2_weight and ctx.need_da and ctx.deferral is None
@@ -257,26 +250,21 @@ def _backward(ctx: Any, dy: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor
     a: Any = None
     dx = dprobs = None
     if ctx.need_da:
-        b2 = None if fc2_bias is None else cast(fc2_bias, dtype)
-        dh, a, dprobs = fc2_dgrad_activation_op(
+        dh, a, dprobs = products.fc2_dgrad_activation(
             dy,
-            cast(fc2_weight, dtype),
+            fc2_weight,
             h,
-            starts,
-            ends,
+            of_products._replace(row_index=dy_index),
+            fc2_bias,
             probs,
-            b2,
             ctx.activation,
             needs.fc2_weight,
             need_probs,
-            tiles,
-            dy_index,
         )
     elif needs.fc2_weight:
         a = scaled_activation_op(h, probs, starts, ends, ctx.activation)
     if need_x:
-        packed = row_index is None
-        dx = m_grouped_gemm_op(dh, cast(fc1_weight, dtype), starts, ends, None, None, False, tiles, None, packed)
+        dx = products.fc1_dgrad(dh, fc1_weight, of_products, row_index is None)
     if slot_to_row is not None and row_index is not None:
         dx, dprobs = _of_tokens(dx, dprobs if need_probs else None, slot_to_row, row_index)
     dx = None if dx is None else cast(dx, ctx.x_dtype)
@@ -289,14 +277,14 @@ def _backward(ctx: Any, dy: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor
     fc1_dtype, fc2_dtype, fc1_bias_dtype, fc2_bias_dtype = ctx.weight_dtypes
     pending = []
     if needs.fc2_weight:
-        pending.append(PendingGradient("fc2_weight", live.fc2_weight, WeightGradient(dy, a, rows, fc2_dtype, dy_index)))
+        gradient = products.weight_gradient(dy, a, rows, fc2_dtype, dy_index)
+        pending.append(PendingGradient("fc2_weight", live.fc2_weight, gradient))
     if needs.fc2_bias:
-        gradient = BiasGradient(dy, probs, rows, fc2_bias_dtype, dy_index)
-        pending.append(PendingGradient("fc2_bias", live.fc2_bias, gradient))
+        bias_gradient = BiasGradient(dy, probs, rows, fc2_bias_dtype, dy_index)
+        pending.append(PendingGradient("fc2_bias", live.fc2_bias, bias_gradient))
     if needs.fc1_weight:
-        pending.append(
-            PendingGradient("fc1_weight", live.fc1_weight, WeightGradient(dh, x, rows, fc1_dtype, None, row_index))
-        )
+        gradient = products.weight_gradient(dh, x, rows, fc1_dtype, None, row_index)
+        pending.append(PendingGradient("fc1_weight", live.fc1_weight, gradient))
     if needs.fc1_bias:
         pending.append(PendingGradient("fc1_bias", live.fc1_bias, BiasGradient(dh, None, rows, fc1_bias_dtype)))
     return dx, dprobs, pending

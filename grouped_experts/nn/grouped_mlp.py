@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from grouped_experts.activations import get_activation
 from grouped_experts.nn.deferred import WgradQueue, deliver
 from grouped_experts.nn.few_tokens import apply_to_few_tokens, is_of_few_tokens
+from grouped_experts.nn.fp8 import FP8Recipe, recipe_of
 from grouped_experts.nn.function import Deferral, Weights, apply_experts
 from grouped_experts.nn.inputs import check_choices, check_weights, compute_dtype, is_dtensor, routed_ranges
+from grouped_experts.nn.products import Products
 from grouped_experts.ops.checks import check_float, check_row_vector, check_rows, check_shape
 from grouped_experts.ops.permute import Routing
 from grouped_experts.ops.schedule import scheduled_ranges
@@ -27,12 +29,15 @@ class GroupedMLP(nn.Module):
     bias=True also fc1_bias (E, 2I) or (E, I), and fc2_bias (E, H).
 
     activation: "swiglu", "geglu", "clamped_swiglu" (gpt-oss) or "squared_relu" (no gate).
+    precision: None for products in the dtype of x; "fp8" or an `FP8Recipe` for blockwise FP8, without biases. What is
+    kept for the backward, parameters and gradients are as without it.
     defer_wgrad: the backward computes the gradients of x and probs only and queues the rest for `backward_dw()`. A
     backward that names its `inputs` queues nothing. Of DDP's options, `static_graph` and `find_unused_parameters` do
     not go with it: the first would let ranks drift apart in silence, the second raises.
 
     A copy (deepcopy, pickle) takes no pending gradients along, and `zero_grad` does not discard them.
-    Raises ValueError for a size below 1 or an unknown activation, TypeError for a size that is no int.
+    Raises ValueError for a size below 1, an unknown activation or precision, or biases in FP8, TypeError for a size
+    that is no int.
     """
 
     fc1_bias: nn.Parameter | None
@@ -47,6 +52,7 @@ class GroupedMLP(nn.Module):
         activation: str = "swiglu",
         bias: bool = False,
         defer_wgrad: bool = False,
+        precision: str | FP8Recipe | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -58,7 +64,9 @@ class GroupedMLP(nn.Module):
             if size < 1:
                 raise ValueError(f"{name}: wanted an int >= 1, got {size}")
         self.hidden_size, self.intermediate_size, self.num_experts = hidden_size, intermediate_size, num_experts
-        self.activation, self.defer_wgrad = activation, defer_wgrad
+        self.activation, self.defer_wgrad, self.precision = activation, defer_wgrad, recipe_of(precision)
+        if bias and self.precision is not None:
+            raise ValueError("bias: wanted False with a precision, got True")
         width = get_activation(activation).width(intermediate_size)
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -104,13 +112,15 @@ class GroupedMLP(nn.Module):
         x_rows = x.flatten(0, 1) if masked else x
         check_weights(weights, self.activation, self.num_experts, self.hidden_size, self.intermediate_size, like=x)
         dtype = compute_dtype(x, weights)
+        products = Products(dtype) if self.precision is None else self.precision.products(x, dtype)
         if isinstance(tokens_per_expert, Routing):
             routing = tokens_per_expert
             if routing.num_experts != self.num_experts:
                 raise ValueError(f"routing: wanted one of {self.num_experts} experts, got one of {routing.num_experts}")
             check_choices(routing.slot_to_row, x, probs, "routing.slot_to_row", "probs")
-            if routing.top_k_ids is not None and is_of_few_tokens(x, routing.top_k_ids, probs, weights):
-                return apply_to_few_tokens(x, routing.top_k_ids, probs, weights, self.activation, dtype)
+            ids = routing.top_k_ids if self.precision is None else None  # in FP8 few tokens are as many
+            if ids is not None and is_of_few_tokens(x, ids, probs, weights):
+                return apply_to_few_tokens(x, ids, probs, weights, self.activation, dtype)
             rows, tiles = routed_ranges(routing, dtype)
         else:
             routing = None
@@ -124,9 +134,9 @@ class GroupedMLP(nn.Module):
         if self.defer_wgrad and torch.is_grad_enabled() and any(weights.need_grad()):
             # The queue is a side effect. Not as a decorator: that loads the compiler, and Triton, at import (1 s).
             run = torch.compiler.disable(self._deferred) if torch.compiler.is_compiling() else self._deferred
-            y = run(*given, weights, dtype)
+            y = run(*given, weights, products)
         else:
-            y = apply_experts(*given, weights, self.activation, dtype)
+            y = apply_experts(*given, weights, self.activation, products)
         return y.view(x.shape) if masked else y  # no view where none is needed: y may be changed in place
 
     def _deferred(
@@ -137,12 +147,12 @@ class GroupedMLP(nn.Module):
         tiles: Tensor | None,
         routing: Routing | None,
         weights: Weights,
-        dtype: torch.dtype,
+        products: Products,
     ) -> Tensor:
         detached = weights.detached()
         deferral = Deferral(self._wgrad_queue, weights)
         anchor = deferral.anchor(x.device)
-        return apply_experts(x, probs, rows, tiles, routing, detached, self.activation, dtype, anchor, deferral)
+        return apply_experts(x, probs, rows, tiles, routing, detached, self.activation, products, anchor, deferral)
 
     def _shape_of_x(self, masked: bool) -> tuple[int | None, ...]:
         return (self.num_experts, None, self.hidden_size) if masked else (None, self.hidden_size)
@@ -186,7 +196,8 @@ class GroupedMLP(nn.Module):
         text = f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}"
         text += f", num_experts={self.num_experts}, activation={self.activation!r}"
         text += f", bias={self.fc1_bias is not None}"
-        return text + (", defer_wgrad=True" if self.defer_wgrad else "")
+        text += ", defer_wgrad=True" if self.defer_wgrad else ""
+        return text + (f", precision={self.precision}" if self.precision is not None else "")
 
 
 def backward_dw(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped_experts.nn.autocast import autocast_dtype
+from grouped_experts.nn.fp8 import FP8Recipe
 from grouped_experts.nn.grouped_mlp import GroupedMLP
 from grouped_experts.nn.router import Router
 from grouped_experts.ops.checks import check_float
@@ -30,7 +31,8 @@ class MoE(nn.Module):
     `shared_expert`, a GroupedMLP with one expert that takes every token with weight 1, is there if
     shared_intermediate_size is given (DeepSeekMoE, Dai et al., 2024; with shared expert: DeepSeek-V3, equation 12).
 
-    activation, bias: as in `GroupedMLP`. score, normalize_top_k, scaling_factor, balancing_bias: as in `Router`.
+    activation, bias, precision: as in `GroupedMLP`.
+    score, normalize_top_k, scaling_factor, balancing_bias: as in `Router`.
     defer_wgrad: weight gradients of the experts wait for `grouped_experts.backward_dw(model)`; the router's do not.
 
     Raises ValueError as `GroupedMLP` and `Router` do, and for a shared_intermediate_size below 1.
@@ -51,6 +53,7 @@ class MoE(nn.Module):
         balancing_bias: bool = False,
         shared_intermediate_size: int | None = None,
         defer_wgrad: bool = False,
+        precision: str | FP8Recipe | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -77,6 +80,7 @@ class MoE(nn.Module):
                 activation=activation,
                 bias=bias,
                 defer_wgrad=defer_wgrad,
+                precision=precision,
                 device=device,
                 dtype=dtype,
             )

@@ -8,6 +8,7 @@ from grouped_experts.activations import get_activation
 from grouped_experts.nn.few_tokens import apply_to_few_tokens, is_of_few_tokens
 from grouped_experts.nn.function import Weights, apply_experts
 from grouped_experts.nn.inputs import check_choices, check_weights, compute_dtype, routed_ranges
+from grouped_experts.nn.products import Products
 from grouped_experts.ops.checks import check_float, check_ids, check_shape
 from grouped_experts.ops.permute import route_rows
 
@@ -51,4 +52,5 @@ def routed_experts(
     if is_of_few_tokens(x, top_k_ids, top_k_probs, weights):
         return apply_to_few_tokens(x, top_k_ids, top_k_probs, weights, activation, dtype)
     routing = route_rows(top_k_ids, num_experts, dtype, top_k_probs)
-    return apply_experts(x, top_k_probs, *routed_ranges(routing, dtype), routing, weights, activation, dtype)
+    rows, tiles = routed_ranges(routing, dtype)
+    return apply_experts(x, top_k_probs, rows, tiles, routing, weights, activation, Products(dtype))

@@ -37,7 +37,7 @@ def _choice(forced: str | None, device: torch.device, dtypes: tuple[torch.dtype,
     wanted = forced or _fastest(device)
     if wanted == "hopper" and not (_is_hopper(device) and {torch.bfloat16, torch.float16}.intersection(dtypes)):
         wanted = "portable"
-    if beyond_portable().intersection(dtypes) or (FP8.intersection(dtypes) and not _knows_fp8(device)):
+    if beyond_portable().intersection(dtypes) or (FP8.intersection(dtypes) and not knows_fp8(device)):
         return "reference"
     return wanted
 
@@ -48,7 +48,7 @@ def _fastest(device: torch.device) -> str:
     return "hopper" if _is_hopper(device) and has_gluon() else "portable"
 
 
-def _knows_fp8(device: torch.device) -> bool:
+def knows_fp8(device: torch.device) -> bool:
     """On a CPU Triton's interpreter does, whatever a GPU would."""
     if device.type != "cuda":
         return True
