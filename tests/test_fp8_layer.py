@@ -115,7 +115,7 @@ def test_is_its_recipe(activation: str, recipe: FP8Recipe, device: str) -> None:
 
 @by_recipe
 @pytest.mark.parametrize("layout", [*LAYOUTS.values(), LARGE], ids=[*LAYOUTS, "large"])
-def test_layouts(layout: Layout, recipe: FP8Recipe, device: str) -> None:
+def test_every_layout(layout: Layout, recipe: FP8Recipe, device: str) -> None:
     """Rows of no expert are zero and spoil nothing; an expert without rows has gradients of zero."""
     mlp = layer_of(recipe, device, layout.num_experts, dtype=FP32)
     given = inputs_of(layout, device, FP32)
