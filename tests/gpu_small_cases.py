@@ -34,13 +34,21 @@ from grouped_experts.ops import (
     fc2_dgrad_activation,
     k_grouped_gemm,
     k_grouped_gemm_accumulate,
+    k_grouped_gemm_fp8,
+    k_grouped_gemm_fp8_accumulate,
     k_grouped_sum,
     m_grouped_gemm,
+    m_grouped_gemm_fp8,
     permute,
+    quantize_blocks,
+    quantize_columns,
+    quantize_rows,
+    quantize_rows_and_columns,
     scaled_activation,
     scaled_activation_backward,
     unpermute,
 )
+from grouped_experts.ops.reference.quantize import dequantize_blocks, dequantize_rows
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -225,6 +233,42 @@ def there_and_back(tokens: int, hidden: int, choices: int, num_experts: int, dev
     close("gradient of probs", dprobs, chosen, FP32)
 
 
+def in_fp8(layout: Layout, columns: int, depth: int, device: str) -> None:
+    """Casts, bit for bit as the reference's on the CPU, and products of them; NaN in rows of no expert."""
+    x, dy = (randn(layout.num_rows, n, dtype=BF16, device="cpu") for n in (depth, columns))
+    x[layout.unowned()] = dy[layout.unowned()] = torch.nan
+    w = randn(layout.num_experts, columns, depth, dtype=BF16, device="cpu")
+    rows, rows_ = layout.rows("cpu"), layout.rows(device)
+    x_, dy_, w_ = (t.to(device) for t in (x, dy, w))
+    quantized, (of_rows, of_columns) = quantize_blocks(w_), quantize_rows_and_columns(x_, rows_)
+    of_dy = quantize_columns(dy_, rows_, dtype=torch.float8_e5m2, power_of_two=True)
+    owned = [row for start, end in layout.bounds for row in range(start, end)]
+    numbers, weight = dequantize_rows(*quantize_rows(x)), dequantize_blocks(*quantize_blocks(w))
+    assert torch.equal(dequantize_rows(*of_rows).cpu()[owned], numbers[owned])
+    assert torch.equal(dequantize_rows(*quantize_rows(x_)).cpu()[owned], numbers[owned])
+    assert torch.equal(dequantize_blocks(*quantized).cpu(), weight)
+    assert torch.equal(dequantize_blocks(*quantize_blocks(w_, transpose=True)).cpu(), weight.mT)
+    numbers[layout.unowned()] = 0
+    close(
+        "m_grouped_fp8",
+        m_grouped_gemm_fp8(of_rows, quantized, rows_),
+        exact_m_grouped(numbers, weight, layout.bounds),
+        BF16,
+    )
+    row, exact = 0, torch.zeros(layout.num_experts, columns, depth, dtype=torch.float64)
+    columns_of_x = quantize_columns(x, rows)
+    columns_of_dy = quantize_columns(dy, rows, dtype=torch.float8_e5m2, power_of_two=True)
+    left, right = dequantize_rows(*columns_of_dy).double(), dequantize_rows(*columns_of_x).double()
+    for e, (start, end) in enumerate(layout.bounds):
+        behind = row + -(-(end - start) // 128) * 128
+        exact[e] = left[:, row:behind] @ right[:, row:behind].t()
+        row = behind
+    close("k_grouped_fp8", k_grouped_gemm_fp8(of_dy, of_columns, rows_), exact, BF16)
+    total = torch.ones(layout.num_experts, columns, depth, device=device)
+    k_grouped_gemm_fp8_accumulate(total, of_dy, of_columns, rows_)
+    close("k_grouped_fp8, accumulated", total, exact + 1, BF16)
+
+
 def main(device: str = "cuda") -> None:
     torch.manual_seed(0)
     # Sizes that TMA does not suit, tiles of 16 rows.
@@ -251,6 +295,8 @@ def main(device: str = "cuda") -> None:
     routed(403, 40, 24, 2, 5, device)
     routed(403, 264, 136, 2, 5, device)
     routed(403, 72, 520, 2, 5, device)
+    in_fp8(padded([3, 0, 150, 9], 8, spare=5), 36, 20, device)
+    in_fp8(contiguous([130, 0, 1], spare=3), 150, 270, device)
     if device == "cuda":
         torch.cuda.synchronize()
     print("ok")
