@@ -22,8 +22,10 @@ def m_grouped_gemm_fp8(
     w: of `quantize_blocks`, data (E, N, K), scales (E, ceil(N / 128), ceil(K / 128)). y[r] = x[r] @ w[e], as dgrad has
     it, is the product with the transposed cast.
 
-    Data e4m3 or e5m2, scales fp32, any strides. Returns y (T, N) in out_dtype, every 128 of K summed by itself and then
-    in fp32. Not differentiable. Raises ValueError for a shape or device, TypeError for a dtype that does not fit.
+    rows: the rows of every expert. Data e4m3 or e5m2, scales fp32, any strides.
+
+    Returns y (T, N) in out_dtype, every 128 of K summed by itself and then in fp32. Not differentiable.
+    Raises ValueError for a shape or device, TypeError for a dtype that does not fit.
     """
     _check_data("x", x, 2, "(T, K)")
     _check_data("w", w, 3, "(E, N, K)")
@@ -46,7 +48,7 @@ def k_grouped_gemm_fp8(
 
     a, b: of `quantize_columns` of those same `rows`, data (M, P) and (N, P). Exact zeros for an expert without rows.
 
-    Returns c (E, M, N) in out_dtype; the rest as `m_grouped_gemm_fp8`.
+    Returns c (E, M, N) in out_dtype; sums and what it raises as in `m_grouped_gemm_fp8`. Not differentiable.
     """
     _check_columns(a, b, rows)
     _check_out_dtype(out_dtype)
@@ -54,7 +56,11 @@ def k_grouped_gemm_fp8(
 
 
 def k_grouped_gemm_fp8_accumulate(c: Tensor, a: Quantized, b: Quantized, rows: RowRanges) -> None:
-    """c[e] += a[r].T @ b[r]; c (E, M, N) fp32 of any strides without overlap, changed in place. Else as above."""
+    """c[e] += a[r].T @ b[r] in fp32; an expert without rows leaves c[e] as it is.
+
+    c (E, M, N) fp32 of any strides without overlap, changed in place; a, b, rows as in `k_grouped_gemm_fp8`. Returns
+    nothing. Raises as it does, and ValueError for a c that requires a gradient.
+    """
     _check_columns(a, b, rows)
     if c.dtype != torch.float32:
         raise TypeError(f"c: wanted dtype float32, got {c.dtype}")

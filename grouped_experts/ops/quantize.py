@@ -30,7 +30,8 @@ class Quantized(NamedTuple):
 def quantize_rows(x: Tensor, *, dtype: torch.dtype = torch.float8_e4m3fn, power_of_two: bool = False) -> Quantized:
     """Blocks of 128 numbers of a row: the operand of an m-grouped product.
 
-    x (T, K) bf16 | fp16 | fp32 | fp64, any strides; dtype: float8_e4m3fn or float8_e5m2.
+    x (T, K) bf16 | fp16 | fp32 | fp64, any strides. dtype: float8_e4m3fn or float8_e5m2. power_of_two: scales of the
+    next power of two.
 
     Returns data (T, K) and scales (T, ceil(K / 128)), which lie in memory as (ceil(K / 128), T). Not differentiable.
     Raises TypeError for a dtype, ValueError for a shape that does not fit.
@@ -45,7 +46,7 @@ def quantize_blocks(
     """Blocks of 128 x 128 numbers of every expert's weight.
 
     w (E, N, K) bf16 | fp16 | fp32 | fp64, any strides. transpose: the cast of w[e].T, what dgrad multiplies with; its
-    blocks have the same scales.
+    blocks have the same scales. dtype, power_of_two: as in `quantize_rows`.
 
     Returns data (E, N, K) and scales (E, ceil(N / 128), ceil(K / 128)), with N and K exchanged if transposed. Not
     differentiable. Raises as `quantize_rows` does.
@@ -63,7 +64,8 @@ def quantize_columns(
     piece, and every expert's rows are filled up with zeros to a multiple of 128: those of expert e are P_e and on, P_e
     the sum of the counts before e, each rounded up. P = 128 (T // 128 + E) is room for any counts.
 
-    x (T, K) bf16 | fp16 | fp32 | fp64, any strides. Rows of no expert are not read.
+    x (T, K) bf16 | fp16 | fp32 | fp64, any strides. rows: the rows of every expert; those of none are not read. dtype,
+    power_of_two: as in `quantize_rows`.
 
     Returns data (K, P) and scales (K, P / 128), which lie in memory as (P / 128, K); both are undefined behind the last
     expert's. Not differentiable. Raises as `quantize_rows` does.
@@ -76,7 +78,10 @@ def quantize_columns(
 def quantize_rows_and_columns(
     x: Tensor, rows: RowRanges, *, dtype: torch.dtype = torch.float8_e4m3fn, power_of_two: bool = False
 ) -> tuple[Quantized, Quantized]:
-    """`quantize_rows` and `quantize_columns` from one read of x; of rows of no expert both are undefined."""
+    """`quantize_rows` and `quantize_columns` from one read of x (T, K); rows of no expert are undefined in the first.
+
+    Raises as they do.
+    """
     _check(x, "(T, K)", 2, dtype)
     check_rows(rows, None, like=x)
     data, scales, column_data, column_scales = quantize_rows_and_columns_op(

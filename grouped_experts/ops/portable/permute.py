@@ -60,7 +60,7 @@ def unpermute_kernel(
     first_slot = token.to(tl.int64) * choices
     if values_ptr is not None:
         slot = first_slot + tl.arange(0, CHOICES)
-        mine = (tl.arange(0, CHOICES) < choices) & (block == 0)
+        mine = tl.arange(0, CHOICES) < tl.where(block == 0, choices, 0)
         rows = tl.load(slot_to_row_ptr + slot, mask=mine, other=-1)
         value = tl.load(row_values_ptr + rows, mask=rows >= 0, other=0.0)
     n = block * BLOCK + tl.arange(0, BLOCK)
@@ -73,7 +73,7 @@ def unpermute_kernel(
     if values_ptr is not None:  # behind the loop: no load passes a store
         tl.store(values_ptr + slot, value, mask=mine)
         for j in range(CHOICES, choices, CHOICES):
-            mine = (j + tl.arange(0, CHOICES) < choices) & (block == 0)
+            mine = j + tl.arange(0, CHOICES) < tl.where(block == 0, choices, 0)
             rows = tl.load(slot_to_row_ptr + slot + j, mask=mine, other=-1)
             value = tl.load(row_values_ptr + rows, mask=rows >= 0, other=0.0)
             tl.store(values_ptr + slot + j, value, mask=mine)
