@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import pairwise, permutations
 from pathlib import Path
@@ -200,7 +200,9 @@ def test_routed_layers_are_checked_timed_and_summed_up(here: str, capsys: pytest
     whole = {OURS, gpu_routed.ALONE, gpu_routed.TOGETHER}
     assert layers.pieces.keys() - whole == gpu_routed.pieces(Case.random(ROUTED_SHAPE)).keys()
     assert gpu_routed.share_of_routing(layers) < 1
-    assert gpu_routed.share_of_kernels(layers) > 0
+    parts = {OURS: 4.0, gpu_routed.ALONE: 3.0, "route": 9.0, gpu_routed.TOGETHER: 0.5}
+    assert gpu_routed.share_of_routing(replace(layers, pieces=parts)) == 0.25
+    assert gpu_routed.share_of_kernels(replace(layers, pieces=parts)) == 0.125
     made = gpu_routed.records_of(layers)
     assert [(r.op, r.variant, r.peer) for r in made] == [
         ("routed_layer", None, COMPOSITE),

@@ -72,8 +72,7 @@ class FP8Products(Products):
     def fc1_activation(
         self, x: Tensor, weight: Tensor, rows: Rows, bias: Tensor | None, probs: Tensor | None, activation: str
     ) -> tuple[Tensor, Tensor]:
-        x = x if rows.row_index is None else gather_rows_op(x, rows.row_index)
-        h = self._product(x, weight, rows, torch.float8_e4m3fn, self.dtype)
+        h = self._product(_gathered(x, rows.row_index), weight, rows, torch.float8_e4m3fn, self.dtype)
         return h, scaled_activation_op(h, probs, rows.starts, rows.ends, activation)
 
     def fc2(
@@ -94,7 +93,7 @@ class FP8Products(Products):
         need_dprobs: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """da stays in fp32; a is rounded as in the forward."""
-        dy = dy if rows.row_index is None else gather_rows_op(dy, rows.row_index)
+        dy = _gathered(dy, rows.row_index)
         da = self._product(dy, weight, rows, self.recipe.gradient_dtype, torch.float32, transpose=True)
         dh, a, dprobs = scaled_activation_backward_op(da, h, probs, rows.starts, rows.ends, activation)
         return dh, cast(a, self.dtype), dprobs
@@ -145,11 +144,12 @@ class FP8WeightGradient(WeightGradient):
 
     def _operands(self) -> tuple[Tensor, ...]:
         starts, ends, scales = self.rows.starts, self.rows.ends, self.recipe.power_of_two_scales
-        left, right = (
-            t if index is None else gather_rows_op(t, index)
-            for t, index in ((self.left, self.left_index), (self.right, self.right_index))
-        )
+        left, right = _gathered(self.left, self.left_index), _gathered(self.right, self.right_index)
         return (
             *quantize_columns_op(left, starts, ends, self.recipe.gradient_dtype, scales),
             *quantize_columns_op(right, starts, ends, torch.float8_e4m3fn, scales),
         )
+
+
+def _gathered(x: Tensor, row_index: Tensor | None) -> Tensor:
+    return x if row_index is None else gather_rows_op(x, row_index)

@@ -89,13 +89,19 @@ def quantize_blocks_kernel(
 
 
 @triton.jit
-def padded_range(starts_ptr, ends_ptr, block, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
-    """The rows of which the padded block is: the first one, the one behind the last; none behind the last block."""
+def padded_blocks(starts_ptr, ends_ptr, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    """Of every expert its start and end, the first of its padded blocks, and how many these are."""
     e = tl.arange(0, EXPERTS)
     start = tl.load(starts_ptr + e, mask=e < num_experts, other=0)
     end = tl.load(ends_ptr + e, mask=e < num_experts, other=0)
     blocks = tl.cdiv(tl.maximum(end - start, 0), BLOCK)
-    first = tl.cumsum(blocks, 0) - blocks
+    return start, end, tl.cumsum(blocks, 0) - blocks, blocks
+
+
+@triton.jit
+def padded_range(starts_ptr, ends_ptr, block, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    """The rows of which the padded block is: the first one, the one behind the last; none behind the last block."""
+    start, end, first, blocks = padded_blocks(starts_ptr, ends_ptr, num_experts, BLOCK, EXPERTS)
     mine = (first <= block) & (block < first + blocks)
     m0 = tl.sum(tl.where(mine, start + (block - first) * BLOCK, 0))
     return m0, tl.sum(tl.where(mine, end, 0))
