@@ -49,6 +49,7 @@ $(STAMP): pyproject.toml
 	touch $@
 
 # The wheel without its dependencies, beside torch alone; run outside the checkout, so that nothing comes from there.
+# Its environment goes once that has worked: with a CUDA build of torch it is several GB.
 wheel: venv
 	rm -rf dist $(WHEEL_VENV)
 	$(BIN)/python -m pip wheel --disable-pip-version-check --quiet --no-deps --wheel-dir dist .
@@ -56,6 +57,7 @@ wheel: venv
 	$(WHEEL_VENV)/bin/python $(INSTALL_TORCH)
 	$(WHEEL_VENV)/bin/python $(PIP_INSTALL) --no-deps dist/*.whl
 	$(WHEEL_VENV)/bin/python -I tests/smoke.py
+	rm -rf $(WHEEL_VENV)
 
 clean:
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
