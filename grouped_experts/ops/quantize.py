@@ -33,8 +33,8 @@ def quantize_rows(x: Tensor, *, dtype: torch.dtype = torch.float8_e4m3fn, power_
     x (T, K) bf16 | fp16 | fp32 | fp64, any strides. dtype: float8_e4m3fn or float8_e5m2. power_of_two: scales of the
     next power of two.
 
-    Returns data (T, K) and scales (T, ceil(K / 128)), which lie in memory as (ceil(K / 128), T). Not differentiable.
-    Raises TypeError for a dtype, ValueError for a shape that does not fit.
+    Returns data (T, K) and scales (T, ceil(K / 128)), which lie in memory column by column, each at a multiple of 16
+    bytes. Not differentiable. Raises TypeError for a dtype, ValueError for a shape that does not fit.
     """
     _check(x, "(T, K)", 2, dtype)
     return Quantized(*quantize_rows_op(x, dtype, power_of_two))
@@ -67,8 +67,8 @@ def quantize_columns(
     x (T, K) bf16 | fp16 | fp32 | fp64, any strides. rows: the rows of every expert; those of none are not read. dtype,
     power_of_two: as in `quantize_rows`.
 
-    Returns data (K, P) and scales (K, P / 128), which lie in memory as (P / 128, K); both are undefined behind the last
-    expert's. Not differentiable. Raises as `quantize_rows` does.
+    Returns data (K, P) and scales (K, P / 128), which lie in memory as those of `quantize_rows`; both are undefined
+    behind the last expert's. Not differentiable. Raises as `quantize_rows` does.
     """
     _check(x, "(T, K)", 2, dtype)
     check_rows(rows, None, like=x)

@@ -17,11 +17,12 @@ from grouped_experts.rows import FP8_BLOCK
 def quantize_rows_kernel(
     x_ptr,  # (R, K)
     data_ptr,  # (R, K)
-    scales_ptr,  # (K / 128, R)
+    scales_ptr,  # (R, K / 128), unit stride
     num_rows,
     K,
     stride_xm,
     stride_xk,
+    stride_sk,
     ROWS: tl.constexpr,
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -35,20 +36,20 @@ def quantize_rows_kernel(
     at = x_ptr + m.to(tl.int64)[:, None] * stride_xm + k.to(tl.int64)[None, :] * stride_xk
     x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     store_rows(
-        x, m, k, num_rows, data_ptr, scales_ptr, num_rows, K, E5M2, POWER_OF_TWO, NATIVE, BLOCK
+        x, m, k, num_rows, data_ptr, scales_ptr, stride_sk, K, E5M2, POWER_OF_TWO, NATIVE, BLOCK
     )  # fmt: skip
 
 
 @triton.jit
 def store_rows(
-    x, m, k, end, data_ptr, scales_ptr, num_rows, K, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    x, m, k, end, data_ptr, scales_ptr, stride_sk, K, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     NATIVE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """x (rows m before `end`, 128 columns k) with a scale a row."""
     scale = scale_of(tl.max(absolute(x), 1), E5M2, POWER_OF_TWO)
     data = to_fp8(x * reciprocal(scale)[:, None], E5M2, NATIVE)
     tl.store(data_ptr + m.to(tl.int64)[:, None] * K + k[None, :], data, mask=(m < end)[:, None] & (k < K)[None, :])
-    tl.store(scales_ptr + (tl.min(k) // BLOCK).to(tl.int64) * num_rows + m, scale, mask=m < end)
+    tl.store(scales_ptr + (tl.min(k) // BLOCK).to(tl.int64) * stride_sk + m, scale, mask=m < end)
 
 
 @triton.jit
@@ -113,15 +114,17 @@ def quantize_columns_kernel(
     starts_ptr,  # (E,)
     ends_ptr,  # (E,)
     data_ptr,  # (K, P)
-    scales_ptr,  # (P / 128, K)
+    scales_ptr,  # (K, P / 128), unit stride
     row_data_ptr,  # (R, K), as `quantize_rows`, or None
-    row_scales_ptr,  # (K / 128, R)
+    row_scales_ptr,  # (R, K / 128), unit stride
     num_rows,
     num_experts,
     K,
     P,
     stride_xm,
     stride_xk,
+    stride_sp,
+    stride_rs,
     EXPERTS: tl.constexpr,
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -142,10 +145,10 @@ def quantize_columns_kernel(
         data = to_fp8(x * reciprocal(scale)[None, :], E5M2, NATIVE)
         row = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         tl.store(data_ptr + k.to(tl.int64)[:, None] * P + row[None, :], tl.trans(data), mask=(k < K)[:, None])
-        tl.store(scales_ptr + block.to(tl.int64) * K + k, scale, mask=k < K)
+        tl.store(scales_ptr + block.to(tl.int64) * stride_sp + k, scale, mask=k < K)
         if row_data_ptr is not None:
             store_rows(
-                x, m, k, end, row_data_ptr, row_scales_ptr, num_rows, K, E5M2, POWER_OF_TWO, NATIVE, BLOCK
+                x, m, k, end, row_data_ptr, row_scales_ptr, stride_rs, K, E5M2, POWER_OF_TWO, NATIVE, BLOCK
             )  # fmt: skip
 
 
@@ -153,7 +156,14 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Te
     data, scales = empty_rows(x, dtype)
     if data.numel():
         kernel(quantize_rows_kernel, ROWS=32, **options(data, power_of_two)).launch(
-            (cdiv(x.shape[0], 32), scales.shape[1]), x.device, x, fp8_or_bits(data), scales, *x.shape, *x.stride()
+            (cdiv(x.shape[0], 32), scales.shape[1]),
+            x.device,
+            x,
+            fp8_or_bits(data),
+            scales,
+            *x.shape,
+            *x.stride(),
+            scales.stride(1),
         )
     return data, scales
 
@@ -221,6 +231,8 @@ def launch_columns(
         columns,
         padded,
         *x.stride(),
+        scales.stride(1),
+        None if row_scales is None else row_scales.stride(1),
     )
 
 

@@ -30,14 +30,18 @@ def scales_of(largest: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor
 def empty_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Room for `quantize_rows`."""
     rows, columns = x.shape
-    return x.new_empty(rows, columns, dtype=dtype), x.new_empty(num_blocks(columns), rows, dtype=torch.float32).t()
+    return x.new_empty(rows, columns, dtype=dtype), empty_scales(x, rows, num_blocks(columns))
 
 
 def empty_columns(x: Tensor, num_experts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Room for `quantize_columns`."""
     size = padded_rows(x.shape[0], num_experts)
-    scales = x.new_empty(size // BLOCK, x.shape[1], dtype=torch.float32).t()
-    return x.new_empty(x.shape[1], size, dtype=dtype), scales
+    return x.new_empty(x.shape[1], size, dtype=dtype), empty_scales(x, x.shape[1], size // BLOCK)
+
+
+def empty_scales(x: Tensor, rows: int, blocks: int) -> Tensor:
+    """(rows, blocks), in memory column by column, each at a multiple of 16 bytes: what TMA wants of strides."""
+    return x.new_empty(blocks, (rows + 3) // 4 * 4, dtype=torch.float32)[:, :rows].t()
 
 
 def empty_blocks(w: Tensor, dtype: torch.dtype, transpose: bool) -> tuple[Tensor, Tensor]:
@@ -64,7 +68,7 @@ def blocks_of(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """(R, K), and scales (R, K / 128), in memory (K / 128, R): those of a block column are neighbours."""
+    """(R, K), and scales (R, K / 128): those of a block column are neighbours."""
     data, scales = empty_rows(x, dtype)
     blocks = blocks_of(x, (-1,))
     scales.copy_(scales_of(blocks.abs().amax(2), dtype, power_of_two))
@@ -87,7 +91,7 @@ def quantize_columns(
 ) -> tuple[Tensor, Tensor]:
     """(K, P), the experts' rows one expert behind the other, each filled up with zeros to 128; scales (K, P / 128).
 
-    Scales are (P / 128, K) in memory. What is behind the last expert's is zero.
+    What is behind the last expert's is zero.
     """
     ranges = host_ranges(starts, ends, x.shape[0])
     data, scales = empty_columns(x, len(ranges), dtype)
