@@ -24,7 +24,9 @@ from grouped_experts.activations import ACTIVATIONS
 from grouped_experts.ops import hopper, portable, reference
 from grouped_experts.ops.hopper import fc2_dgrad as hopper_fc2_dgrad
 from grouped_experts.ops.hopper import k_grouped as hopper_k_grouped
+from grouped_experts.ops.hopper import k_grouped_fp8 as hopper_k_grouped_fp8
 from grouped_experts.ops.hopper import products as hopper_products
+from grouped_experts.ops.hopper import products_fp8 as hopper_products_fp8
 from grouped_experts.ops.portable import fp8, k_grouped, launch, products, products_fp8, quantize, schedule
 from grouped_experts.ops.reference.quantize import empty_columns
 
@@ -65,7 +67,16 @@ def compile_launches(patch: pytest.MonkeyPatch, arch: int, call: Callable[[], An
     patch.setattr(JITFunction, "run", compile_only)
     for module in (launch, products, k_grouped):
         patch.setattr(module, "capability", lambda device: arch)
-    for module in (products, products_fp8, k_grouped, hopper_products, hopper_k_grouped, hopper_fc2_dgrad):
+    for module in (
+        products,
+        products_fp8,
+        k_grouped,
+        hopper_products,
+        hopper_products_fp8,
+        hopper_k_grouped,
+        hopper_k_grouped_fp8,
+        hopper_fc2_dgrad,
+    ):
         patch.setattr(module, "num_processors", lambda device: 132)
     for module in (fp8, quantize, products_fp8):
         patch.setattr(module, "is_native", lambda data: True)
@@ -86,10 +97,10 @@ def inspect_kernel(name: str, arch: int, gluon: bool, kernel: Any) -> Compiled:
         ptx.write_text(kernel.asm["ptx"])
         usage = run(tools / "cuobjdump", "--dump-resource-usage", cubin)
         sass = run(tools / "cuobjdump", "--dump-sass", cubin)
-        names = ("HGMMA", "HMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "LDL", "STL")
+        names = ("HGMMA", "QGMMA", "HMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "LDL", "STL")
         counts = {name: len(re.findall(rf"\b{name}\b", sass)) for name in names}
         said = ""
-        if counts["HGMMA"]:  # what ptxas said is lost, and it has something to say of wgmma alone
+        if counts["HGMMA"] or counts["QGMMA"]:  # what ptxas said is lost, and it has something to say of wgmma alone
             target = re.search(r"\.target (\w+)", kernel.asm["ptx"])
             said = run(tools / "ptxas", "-v", f"--gpu-name={target.group(1)}", ptx, "-o", Path(folder) / "o.cubin")
     return Compiled(
@@ -236,6 +247,22 @@ def launch_fp8(dtype: torch.dtype) -> None:
         portable.k_grouped_gemm_fp8_accumulate(torch.empty(experts, columns, depth), *a, *b, ends, ends)
 
 
+def launch_hopper_fp8() -> None:
+    """The Gluon kernels of FP8 operands, for every dtype of x and of the output; E = 8 experts, 200 rows each."""
+    experts, rows, columns, depth = 8, 1600, 392, 272
+    ends = torch.empty(experts, dtype=torch.int32)
+    weight = reference.quantize_blocks(torch.empty(experts, columns, depth), torch.float8_e4m3fn, False, False)
+    for fp8_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        x = reference.quantize_rows(torch.empty(rows, depth), fp8_dtype, False)
+        a = empty_columns(torch.empty(rows, columns), experts, fp8_dtype)
+        b = empty_columns(torch.empty(rows, depth), experts, torch.float8_e4m3fn)
+        for out_dtype in (torch.bfloat16, torch.float16, torch.float32):
+            hopper.m_grouped_gemm_fp8(*x, *weight, ends, ends, out_dtype)
+        for out_dtype in (torch.bfloat16, torch.float16):
+            hopper.k_grouped_gemm_fp8(*a, *b, ends, ends, out_dtype)
+        hopper.k_grouped_gemm_fp8_accumulate(torch.empty(experts, columns, depth), *a, *b, ends, ends)
+
+
 def main() -> None:
     """Arguments: an arch, a dtype, mean rows an expert of each layer or "hopper" or "fp8". Prints JSON."""
     arch, dtype, layers = int(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3:]
@@ -246,6 +273,8 @@ def main() -> None:
                 launch_hopper(dtype)
             elif layer == "fp8":
                 launch_fp8(dtype)
+                if arch == 90:
+                    launch_hopper_fp8()
             else:
                 launch_everything(64 * int(layer), dtype)
 

@@ -31,6 +31,20 @@ def test_experts_with_most_rows_come_first(ranges: list[tuple[int, int]]) -> Non
     assert plan[0][0] == 0
 
 
+@given(st.lists(st.tuples(st.integers(-5, 900), st.integers(-5, 900)), min_size=1, max_size=40), st.integers(0, 20))
+def test_experts_that_are_filled_up(ranges: list[tuple[int, int]], room: int) -> None:
+    """One behind the other, in blocks of 128, whatever the ranges say; none leaves the room."""
+    starts, ends = torch.tensor(ranges, dtype=torch.int32, device=DEVICE).T.contiguous()
+    plan = make_plan(starts, ends, 128 * room, tiles=4, programs=4, filled=128).view(-1, 4).tolist()
+    first, expected = 0, []
+    for e, (start, end) in enumerate(ranges):
+        clamped = min(max(end, 0), 128 * room) - min(max(start, 0), 128 * room)
+        rows = min(-(-max(clamped, 0) // 128) * 128, 128 * room - first)
+        expected.append([e, first, rows, 0])
+        first += rows
+    assert sorted(plan[1:]) == expected
+
+
 @pytest.mark.parametrize("experts", [300, 600, 1100])
 def test_many_experts(experts: int) -> None:
     """By rows up to a thousand, in their own order beyond; none is left out."""

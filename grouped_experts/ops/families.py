@@ -2,7 +2,7 @@
 
 reference   plain torch: CPU tensors, fp64, and machines without Triton
 portable    Triton kernels: GPU tensors in bf16, fp16 and fp32; Triton's interpreter runs fp16 and fp32 on a CPU
-hopper      Gluon kernels for sm_90 in bf16 and fp16, and the portable ones for what those do not take
+hopper      Gluon kernels for sm_90 in bf16, fp16 and FP8, and the portable ones for what those do not take
 
 FP8 goes to Triton's kernels from sm_89 on, and to the reference below.
 """
@@ -35,7 +35,7 @@ def choose_family(device: torch.device, dtypes: Iterable[torch.dtype]) -> str:
 @functools.cache
 def _choice(forced: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
     wanted = forced or _fastest(device)
-    if wanted == "hopper" and not (_is_hopper(device) and {torch.bfloat16, torch.float16}.intersection(dtypes)):
+    if wanted == "hopper" and not (_is_hopper(device) and {torch.bfloat16, torch.float16, *FP8}.intersection(dtypes)):
         wanted = "portable"
     if beyond_portable().intersection(dtypes) or (FP8.intersection(dtypes) and not knows_fp8(device)):
         return "reference"

@@ -22,7 +22,13 @@ from grouped_experts.ops.portable.launch import Unchecked
 
 MOST_ROWS = gl.constexpr(2**30)
 _ANY = 0x7FFF0000  # more than any coordinate of the first two dimensions
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+_DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+}
 
 
 class _Descriptor(Unchecked, TensorDescriptor):  # type: ignore[misc]

@@ -24,6 +24,12 @@ def pieces_of(rows, shares, MOST: tl.constexpr, FEWEST: tl.constexpr):
 
 
 @triton.jit
+def filled(rows, MULTIPLE: tl.constexpr):
+    """Up to a multiple, if one is given; ranges that overlap must not lead beyond int32."""
+    return rows // MULTIPLE * MULTIPLE + tl.where(rows % MULTIPLE > 0, MULTIPLE, 0) if MULTIPLE else rows
+
+
+@triton.jit
 def plan_kernel(
     starts_ptr,  # (E,)
     ends_ptr,  # (E,)
@@ -37,6 +43,7 @@ def plan_kernel(
     LANES: tl.constexpr,  # 0: in the order that they have
     MOST: tl.constexpr,  # pieces of an expert
     FEWEST: tl.constexpr,  # rows of a piece
+    FILLED: tl.constexpr,  # 0, or the rows lie one expert behind the other, filled up to this multiple
 ):
     """Grid (1,). A head, counters, which are zero, and an entry for each piece of an expert.
 
@@ -49,7 +56,7 @@ def plan_kernel(
     """
     e = tl.arange(0, BLOCK_E)
     start, end = load_range(starts_ptr, ends_ptr, e, num_rows, num_experts)
-    rows = end - start
+    rows = filled(end - start, FILLED)
     all_rows = tl.sum(rows.to(tl.int64))
     shares = programs * 1.0 / tl.maximum(all_rows * tiles, 1).to(tl.float32)
     pieces = pieces_of(rows, shares, MOST, FEWEST)
@@ -59,12 +66,15 @@ def plan_kernel(
         for i in range(0, num_experts, LANES):
             other = i + tl.arange(0, LANES)
             their_start, their_end = load_range(starts_ptr, ends_ptr, other, num_rows, num_experts)
-            theirs = their_end - their_start
+            theirs = filled(their_end - their_start, FILLED)
             more = theirs[None, :] > rows[:, None]
             as_many = (theirs[None, :] == rows[:, None]) & (other[None, :] < e[:, None])
             first = (more | as_many) & (other < num_experts)[None, :]
             before += tl.sum(tl.where(first, pieces_of(theirs, shares, MOST, FEWEST)[None, :], 0), 1)
     known = e < num_experts
+    if FILLED:
+        start = tl.minimum(tl.cumsum(rows, 0) - rows, num_rows)
+        rows = tl.minimum(rows, num_rows - start)  # not before the order is known, or it would not be the same for all
     blocks = rows // 64 + (rows % 64 > 0).to(tl.int32)
     quotient, remainder = blocks // pieces, blocks % pieces  # the first pieces have a block more
     largest = tl.max(tl.where(pieces == 1, rows, 64 * (quotient + 1))).to(tl.int64)
@@ -94,10 +104,13 @@ def entries_of_pieces(num_experts: int, tiles: int, programs: int) -> int:
     return 2 * programs // tiles if tiles < programs and num_experts <= 1024 else 0
 
 
-def make_plan(starts: Tensor, ends: Tensor, num_rows: int, tiles: int, programs: int, split: int = 0) -> Tensor:
+def make_plan(
+    starts: Tensor, ends: Tensor, num_rows: int, tiles: int, programs: int, split: int = 0, filled: int = 0
+) -> Tensor:
     """(4 + counters + 4 (E + split),) int32, for as many tiles of each expert, and programs; good for one launch.
 
     split: 0, or `entries_of_pieces`; each half of each of their tiles has a counter.
+    filled: where not 0, the experts' rows lie one behind the other in `num_rows`, each filled up to that multiple.
     """
     counters = 2 * split * tiles
     num_experts = starts.shape[0]
@@ -109,5 +122,6 @@ def make_plan(starts: Tensor, ends: Tensor, num_rows: int, tiles: int, programs:
         LANES=min(32, 8192 // block) if block <= 1024 else 0,
         MOST=MOST_PIECES if split else 1,
         FEWEST=FEWEST_ROWS,
+        FILLED=filled,
     ).launch((1,), starts.device, starts, ends, plan, num_rows, num_experts, tiles, programs, counters)
     return plan

@@ -31,11 +31,14 @@ TILES = {
     # A tile in fp32, 64 KiB, stands in shared memory while the next is contracted.
     "dgrad": ((256, Tile(128, stages=5, group_m=4)), (ANY, Tile(128, stages=4, group_m=4))),
     "sum": ((ANY, Tile(128, stages=5)),),
+    "fp8 product": ((ANY, Tile(256, block_k=128)),),
+    "fp8 gated": ((ANY, Tile(128, block_k=128)),),
+    "fp8 wgrad": ((ANY, Tile(256, block_k=128)),),
 }
 
 
 def choose_tile(kind: str, columns: int) -> Tile:
     """kind: "product", fc1 "gated" (gate and up) or "ungated", fc2 "dgrad" with the activation's backward, "wgrad", or
-    "sum" for wgrad added to fp32.
+    "sum" for wgrad added to fp32; "fp8 ..." for FP8 operands, not measured yet.
     """
     return next(tile for most, tile in TILES[kind] if columns <= most)

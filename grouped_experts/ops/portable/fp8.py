@@ -30,7 +30,7 @@ def absolute(x):
 @triton.jit
 def scale_of(largest, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """Of a block whose largest |number| that is."""
-    scale = tl.div_rn(largest, tl.zeros_like(largest) + (57344.0 if E5M2 else 448.0))
+    scale = tl.div_rn(largest, 57344.0 if E5M2 else 448.0)
     if POWER_OF_TWO:
         bits = scale.to(tl.int32, bitcast=True)
         scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -39,7 +39,7 @@ def scale_of(largest, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def reciprocal(scale):
-    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    return tl.div_rn(1.0, scale)
 
 
 @triton.jit

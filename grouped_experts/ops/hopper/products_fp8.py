@@ -1,0 +1,166 @@
+"""The m-grouped products of FP8 operands as functions of tensors."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from grouped_experts.activations import ACTIVATIONS
+from grouped_experts.ops import portable
+from grouped_experts.ops.hopper import epilogues_fp8
+from grouped_experts.ops.hopper.descriptors import descriptor, operand_descriptors, ragged_descriptor
+from grouped_experts.ops.hopper.dispatch import is_fast
+from grouped_experts.ops.hopper.m_grouped_fp8 import m_grouped_fp8_kernel
+from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
+from grouped_experts.ops.portable.activations import VALUES
+from grouped_experts.ops.portable.launch import Kernel, cdiv, contiguous, kernel, num_processors, suits_tma
+from grouped_experts.ops.portable.schedule import schedule_of
+from grouped_experts.ops.reference.quantize import empty_rows, empty_scales
+from grouped_experts.rows import FP8_BLOCK
+
+
+def launch_m_grouped_fp8(
+    x: Tensor,
+    x_scales: Tensor,
+    w: Tensor,
+    w_scales: Tensor,
+    tiles: Tensor,
+    tile: Tile,
+    columns: int,
+    made: Kernel,
+    *,
+    parts: int = 1,
+    y: Tensor | None = None,
+    h: Tensor | None = None,
+    a: Tensor | None = None,
+    a_scales: Tensor | None = None,
+    probs: Tensor | None = None,
+) -> None:
+    """parts: 2 for gate and up side by side, `columns` of each."""
+    x_desc, w_desc = operand_descriptors(x, w, columns, tile, True, parts)
+    block = (BLOCK_M // 2, 1, FP8_BLOCK)
+    row, row_strides = (1, columns), (columns, columns, 1)
+    made.launch(
+        (min(num_processors(x.device), (tiles.shape[0] - 1) * cdiv(columns, tile.block_n)),),
+        x.device,
+        x_desc,
+        row_scales_descriptor(x_scales),
+        w_desc,
+        w_scales,
+        None if y is None else ragged_descriptor(y, row, row_strides, block),
+        None if a is None else ragged_descriptor(a, row, row_strides, block),
+        None if h is None else ragged_descriptor(h, (parts, columns), (parts * columns, columns, 1), block),
+        a_scales,
+        probs,
+        tiles,
+        0 if a_scales is None else a_scales.stride(1),
+        columns,
+        x.shape[1],
+        *w_scales.stride(),
+    )
+
+
+def row_scales_descriptor(scales: Tensor, rows: int = BLOCK_M // 2) -> object:
+    """Of scales (T, blocks), so many rows at a time. TMA wants block columns in one piece each, as casts leave them."""
+    across = scales.t()
+    if not suits_tma(across):
+        across = empty_scales(scales, *scales.shape).copy_(scales).t()
+    return descriptor(across, across.shape, across.stride(), (1, rows))
+
+
+@functools.cache
+def m_grouped_fp8(tile: Tile, out_dtype: torch.dtype) -> Kernel:
+    return kernel(
+        m_grouped_fp8_kernel,
+        EPILOGUE=epilogues_fp8.store_product,
+        ACT=None,
+        POWER_OF_TWO=False,
+        BUFFERS=1 if out_dtype == torch.float32 else 2,
+        GAPS=1,
+        GROUP_M=tile.group_m,
+        STAGES=tile.stages,
+        num_warps=4,
+    )
+
+
+@functools.cache
+def fc1_fp8(tile: Tile, activation: str, power_of_two: bool) -> Kernel:
+    return kernel(
+        m_grouped_fp8_kernel,
+        EPILOGUE=epilogues_fp8.activate,
+        ACT=VALUES[activation],
+        POWER_OF_TWO=power_of_two,
+        BUFFERS=2,
+        GAPS=0,
+        GROUP_M=tile.group_m,
+        STAGES=tile.stages,
+        num_warps=4,
+    )
+
+
+def m_grouped_gemm_fp8(
+    x: Tensor,
+    x_scales: Tensor,
+    w: Tensor,
+    w_scales: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    out_dtype: torch.dtype,
+    tiles: Tensor | None = None,
+) -> Tensor:
+    (rows, _), (experts, columns) = x.shape, w.shape[:2]
+    if not is_fast("m_grouped_gemm_fp8", rows, experts, columns, x, w):
+        return portable.m_grouped_gemm_fp8(x, x_scales, w, w_scales, starts, ends, out_dtype, tiles)
+    y = x.new_empty(rows, columns, dtype=out_dtype)
+    tile = choose_tile("fp8 product", columns)
+    tiles = schedule_of(tiles, starts, ends, rows)
+    launch_m_grouped_fp8(x, x_scales, w, w_scales, tiles, tile, columns, m_grouped_fp8(tile, out_dtype), y=y)
+    return y
+
+
+def fc1_activation_fp8(
+    x: Tensor,
+    x_scales: Tensor,
+    w: Tensor,
+    w_scales: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    probs: Tensor | None,
+    activation: str,
+    h_dtype: torch.dtype,
+    power_of_two: bool,
+    tiles: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    (rows, _), (experts, width) = x.shape, w.shape[:2]
+    columns, but = width // 2, None
+    if not ACTIVATIONS[activation].gated:
+        but = f"{activation} has no gate"
+    elif columns % FP8_BLOCK:
+        but = f"{columns} columns are no multiple of {FP8_BLOCK}"
+    elif h_dtype == torch.float32:
+        but = "h is in float32"
+    if not is_fast("fc1_activation_fp8", rows, experts, columns, x, w, but=but):
+        return portable.fc1_activation_fp8(
+            x, x_scales, w, w_scales, starts, ends, probs, activation, h_dtype, power_of_two, tiles
+        )
+    h = x.new_empty(rows, width, dtype=h_dtype)
+    a, a_scales = empty_rows(h[:, :columns], torch.float8_e4m3fn)
+    tile = choose_tile("fp8 gated", columns)
+    launch_m_grouped_fp8(
+        x,
+        x_scales,
+        w,
+        w_scales,
+        schedule_of(tiles, starts, ends, rows),
+        tile,
+        columns,
+        fc1_fp8(tile, activation, power_of_two),
+        parts=2,
+        h=h,
+        a=a,
+        a_scales=a_scales,
+        probs=contiguous(probs),
+    )
+    return h, a, a_scales

@@ -1,0 +1,208 @@
+"""The Gluon kernels of FP8 operands: edges of tiles, layouts, and which calls take them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import on_hopper
+from inputs import Layout, contiguous, masked, padded
+from test_products_fp8 import assert_close, dequantized_columns
+from torch import Tensor
+
+from grouped_experts.ops import (
+    Quantized,
+    k_grouped_gemm_fp8,
+    k_grouped_gemm_fp8_accumulate,
+    m_grouped_gemm_fp8,
+    quantize_blocks,
+    quantize_columns,
+    quantize_rows,
+)
+from grouped_experts.ops.reference.quantize import dequantize_blocks, dequantize_rows
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not on_hopper, reason="needs a Hopper GPU"),
+]
+
+DEVICE = "cuda"
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# 118 rows on average: tiles of 128. One row, half a tile, a row more, a whole one, several; spare rows behind.
+LAYOUT = contiguous([130, 0, 1, 64, 65, 128, 300, 256], spare=5)
+LAYOUTS = {
+    "contiguous": LAYOUT,
+    "padded": padded([200, 0, 129, 7], 128, spare=130),
+    "masked": masked([250, 0, 1, 128], 250),
+}
+by_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+
+
+def rows_of(layout: Layout, columns: int) -> Tensor:
+    """Of very different sizes; NaN in rows of no expert."""
+    x = torch.randn(layout.num_rows, columns, device=DEVICE)
+    x *= torch.exp2(2 * torch.randn(layout.num_rows, 1, device=DEVICE))
+    x *= torch.exp2(2 * torch.randn(columns, device=DEVICE))
+    x[layout.unowned()] = torch.nan
+    return x
+
+
+def weight_of(experts: int, columns: int, depth: int) -> Tensor:
+    """Blocks of very different sizes."""
+    w = torch.randn(experts, columns, depth, device=DEVICE)
+    return w * torch.exp2(2 * torch.randn(experts, columns, 1, device=DEVICE))
+
+
+def product(x: Tensor, w: Tensor, layout: Layout) -> Tensor:
+    """x[r] @ w[e].T in fp64, zero in rows of no expert."""
+    y = x.new_zeros(x.shape[0], w.shape[1], dtype=torch.float64)
+    for e, (start, end) in enumerate(layout.bounds):
+        y[start:end] = x[start:end].double() @ w[e].double().T
+    return y
+
+
+def weight_product(a: Tensor, b: Tensor, layout: Layout) -> Tensor:
+    return torch.stack([a[start:end].double().T @ b[start:end].double() for start, end in layout.bounds])
+
+
+def check_m_grouped(x: Quantized, w: Quantized, layout: Layout, out_dtype: torch.dtype) -> None:
+    y = m_grouped_gemm_fp8(x, w, layout.rows(DEVICE), out_dtype=out_dtype)
+    assert y.dtype == out_dtype
+    assert not y[layout.unowned()].any()
+    numbers, weight = dequantize_rows(*x), dequantize_blocks(*w)
+    assert_close(y, product(numbers, weight, layout), product(numbers.abs(), weight.abs(), layout))
+
+
+def check_k_grouped(c: Tensor, a: Quantized, b: Quantized, layout: Layout, before: Tensor | None = None) -> None:
+    left, right = dequantized_columns(a, layout), dequantized_columns(b, layout)
+    exact, magnitude = weight_product(left, right, layout), weight_product(left.abs(), right.abs(), layout)
+    if before is not None:
+        exact, magnitude = exact + before.double(), magnitude + before.abs()
+    assert_close(c, exact, magnitude)
+
+
+@pytest.mark.parametrize("columns", [8, 128, 136, 256, 264, 520])
+@pytest.mark.parametrize("depth", [16, 128, 144, 1040])
+def test_edges_of_tiles(depth: int, columns: int, paths: list[str]) -> None:
+    experts = LAYOUT.num_experts
+    x, w = quantize_rows(rows_of(LAYOUT, depth)), quantize_blocks(weight_of(experts, columns, depth))
+    check_m_grouped(x, w, LAYOUT, BF16)
+    assert paths == ["m_grouped_gemm_fp8: Gluon"]
+
+
+@by_layout
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2)], ids=str)
+@pytest.mark.parametrize("out_dtype", [BF16, FP16, FP32], ids=str)
+def test_layouts_and_dtypes(
+    layout: Layout, dtypes: tuple[torch.dtype, torch.dtype], out_dtype: torch.dtype, paths: list[str]
+) -> None:
+    x = quantize_rows(rows_of(layout, 272) / 64, dtype=dtypes[0])
+    w = quantize_blocks(weight_of(layout.num_experts, 392, 272), dtype=dtypes[1])
+    check_m_grouped(x, w, layout, out_dtype)
+    assert paths == ["m_grouped_gemm_fp8: Gluon"]
+
+
+def test_many_steps_and_tiles(paths: list[str]) -> None:
+    """More tiles than programs, and a contraction many times as deep as the ring."""
+    layout = contiguous([700, 0, 1500, 3, 900])
+    x, w = quantize_rows(rows_of(layout, 3200)), quantize_blocks(weight_of(5, 3000, 3200))
+    check_m_grouped(x, w, layout, BF16)
+    assert paths == ["m_grouped_gemm_fp8: Gluon"]
+
+
+def test_scales_of_any_strides(paths: list[str]) -> None:
+    x, w = quantize_rows(rows_of(LAYOUT, 400)), quantize_blocks(weight_of(LAYOUT.num_experts, 264, 400))
+    y = m_grouped_gemm_fp8(x, w, LAYOUT.rows(DEVICE))
+    sent = Quantized(x.data, x.scales.contiguous())
+    turned = Quantized(w.data, w.scales.permute(2, 0, 1).contiguous().permute(1, 2, 0))
+    assert torch.equal(m_grouped_gemm_fp8(sent, turned, LAYOUT.rows(DEVICE)), y)
+    assert paths == ["m_grouped_gemm_fp8: Gluon"] * 2
+
+
+def test_scales_whose_product_is_beyond_fp32() -> None:
+    """Their product is infinity, the sum of the numbers zero, or small enough."""
+    layout = contiguous([200])
+    x, w = quantize_rows(rows_of(layout, 128)), quantize_blocks(weight_of(1, 136, 128))
+    x.scales.fill_(2.0**70)
+    w.scales.fill_(2.0**70)
+    x.data.copy_(torch.zeros_like(x.data, dtype=FP32))
+    assert not m_grouped_gemm_fp8(x, w, layout.rows(DEVICE), out_dtype=FP32).any()
+
+
+def test_what_is_not_finite_reaches_its_row_alone() -> None:
+    x, w = rows_of(LAYOUT, 400), weight_of(LAYOUT.num_experts, 136, 400)
+    x[:, :] = 1
+    x[129, 300], x[131, 0] = torch.nan, torch.inf
+    y = m_grouped_gemm_fp8(quantize_rows(x), quantize_blocks(w), LAYOUT.rows(DEVICE))
+    assert y[[129, 131]].isnan().all()
+    y[[129, 131]] = 0
+    assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("columns", [8, 128, 136, 256, 264, 520])
+@pytest.mark.parametrize("rows", [8, 64, 200, 264])
+def test_edges_of_weight_tiles(rows: int, columns: int, paths: list[str]) -> None:
+    ranges = LAYOUT.rows(DEVICE)
+    a, b = (quantize_columns(rows_of(LAYOUT, n), ranges) for n in (rows, columns))
+    c = k_grouped_gemm_fp8(a, b, ranges)
+    assert paths == ["k_grouped_gemm_fp8: Gluon"]
+    check_k_grouped(c, a, b, LAYOUT)
+    assert not c[1].any()
+
+
+@by_layout
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3)], ids=str)
+@pytest.mark.parametrize("out_dtype", [BF16, FP16], ids=str)
+def test_weights_of_layouts_and_dtypes(
+    layout: Layout, dtypes: tuple[torch.dtype, torch.dtype], out_dtype: torch.dtype, paths: list[str]
+) -> None:
+    """Behind the last expert's blocks is anything, NaN for one."""
+    ranges = layout.rows(DEVICE)
+    a, b = (
+        quantize_columns(rows_of(layout, n) / 64, ranges, dtype=each)
+        for n, each in zip((328, 392), dtypes, strict=True)
+    )
+    used = sum(-(-(end - start) // 128) for start, end in layout.bounds)
+    for each in (a, b):
+        each.data.view(torch.uint8)[:, 128 * used :] = 0x7F
+        each.scales[:, used:] = torch.nan
+    c = k_grouped_gemm_fp8(a, b, ranges, out_dtype=out_dtype)
+    assert paths == ["k_grouped_gemm_fp8: Gluon"]
+    check_k_grouped(c, a, b, layout)
+
+
+@by_layout
+@pytest.mark.parametrize("columns", [64, 136, 264])
+def test_accumulation(layout: Layout, columns: int, paths: list[str]) -> None:
+    """Into a part of a buffer: what lies beside is not touched, nor are the sums of experts without rows."""
+    ranges = layout.rows(DEVICE)
+    a, b = (quantize_columns(rows_of(layout, n), ranges) for n in (200, columns))
+    buffer = torch.randn(layout.num_experts, 210, columns + 16, device=DEVICE)
+    before, c = buffer.clone(), buffer[:, 4:204, 8 : columns + 8]
+    k_grouped_gemm_fp8_accumulate(c, a, b, ranges)
+    assert paths == ["k_grouped_gemm_fp8_accumulate: Gluon"]
+    check_k_grouped(c, a, b, layout, before[:, 4:204, 8 : columns + 8])
+    for expert in layout.empty_experts():
+        assert torch.equal(buffer[expert], before[expert])
+    buffer[:, 4:204, 8 : columns + 8] = before[:, 4:204, 8 : columns + 8]
+    assert torch.equal(buffer, before)
+
+
+def test_more_weight_tiles_than_programs(paths: list[str]) -> None:
+    """Shared out where experts have as many rows, claimed one by one where one has most of them."""
+    for counts in ([300] * 6, [3000, 1, 0, 130, 257, 40]):
+        layout = contiguous(counts)
+        ranges = layout.rows(DEVICE)
+        a, b = (quantize_columns(rows_of(layout, n), ranges) for n in (1000, 1544))
+        check_k_grouped(k_grouped_gemm_fp8(a, b, ranges), a, b, layout)
+    assert paths == ["k_grouped_gemm_fp8: Gluon"] * 2
+
+
+def test_the_same_bits_every_time() -> None:
+    ranges = LAYOUT.rows(DEVICE)
+    x, w = quantize_rows(rows_of(LAYOUT, 528)), quantize_blocks(weight_of(LAYOUT.num_experts, 520, 528))
+    a, b = (quantize_columns(rows_of(LAYOUT, n), ranges) for n in (264, 520))
+    first = m_grouped_gemm_fp8(x, w, ranges), k_grouped_gemm_fp8(a, b, ranges)
+    for _ in range(20):
+        assert torch.equal(m_grouped_gemm_fp8(x, w, ranges), first[0])
+        assert torch.equal(k_grouped_gemm_fp8(a, b, ranges), first[1])
