@@ -47,6 +47,17 @@ def check_row_vector(name: str, tensor: Tensor, num_rows: int, like: Tensor) -> 
     check_device(name, tensor, like)
 
 
+def check_expected_rows(expected_rows: int | None) -> int:
+    """0 if not given."""
+    if expected_rows is None:
+        return 0
+    if type(expected_rows) is not int:
+        raise TypeError(f"expected_rows: wanted an int >= 1, got {expected_rows!r}")
+    if expected_rows < 1:
+        raise ValueError(f"expected_rows: wanted an int >= 1, got {expected_rows}")
+    return expected_rows
+
+
 def check_device(name: str, tensor: Tensor, like: Tensor) -> None:
     if tensor.device != like.device:
         raise ValueError(f"{name}: wanted a tensor on {like.device}, got one on {tensor.device}")

@@ -14,6 +14,7 @@ from grouped_experts.activations import get_activation
 from grouped_experts.ops import reference
 from grouped_experts.ops.activation import check_h
 from grouped_experts.ops.checks import (
+    check_expected_rows,
     check_float,
     check_matrix,
     check_row_index,
@@ -35,12 +36,14 @@ def fc1_activation(
     *,
     activation: str = "swiglu",
     row_index: Tensor | None = None,
+    expected_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """h[r] = x[r] @ W1_e.T (+ b1_e), rounded; a[r] = p[r] * act(h[r]), computed in fp32 from the rounded h.
 
     x (T, H); fc1_weight (E, 2I, H), or (E, I, H) without a gate; fc1_bias (E, 2I), or (E, I): one dtype of bf16 |
     fp16 | fp32 | fp64. probs (T,) in any floating dtype, ones if not given.
     row_index (R,) int32: as in `m_grouped_gemm`, x[row_index[r]] is row r; probs, h and a are of R rows then.
+    expected_rows: as there.
 
     Returns h (T, 2I) or (T, I), and a (T, I), in the dtype of x; both undefined in rows of no expert.
     Raises ValueError for a shape, device or unknown activation, TypeError for a dtype that does not fit.
@@ -60,7 +63,10 @@ def fc1_activation(
     if probs is not None:
         check_row_vector("probs", probs, num_rows(x, row_index), like=x)
     _refuse_gradients("fc1_activation", x, fc1_weight, fc1_bias, probs)
-    return fc1_activation_op(x, fc1_weight, rows.starts, rows.ends, fc1_bias, probs, activation, None, row_index)
+    expected = check_expected_rows(expected_rows)
+    return fc1_activation_op(
+        x, fc1_weight, rows.starts, rows.ends, fc1_bias, probs, activation, None, row_index, expected
+    )
 
 
 def fc2_dgrad_activation(
@@ -73,6 +79,7 @@ def fc2_dgrad_activation(
     *,
     activation: str = "swiglu",
     row_index: Tensor | None = None,
+    expected_rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """da = dy W2_e stays in fp32; dh = act'(h) (p * da), a = p * act(h), dprobs[r] = sum_j da_j act(h)_j (+ dy . b2_e).
 
@@ -80,6 +87,7 @@ def fc2_dgrad_activation(
     dy (T, H), fc2_weight (E, H, I), h (T, 2I), or (T, I) without a gate, fc2_bias (E, H): one dtype. probs (T,) in any
     floating dtype, ones if not given. a is that of `fc1_activation`, bit for bit.
     row_index (R,) int32: as in `m_grouped_gemm`, dy[row_index[r]] is row r; everything else is of R rows then.
+    expected_rows: as there.
 
     Returns dh (the shape of h) and a (T, I) in the dtype of h, both undefined in rows of no expert, and dprobs (T,) in
     fp32 (fp64 for fp64), zero there, summed in a fixed order. Raises as `fc1_activation` does.
@@ -97,8 +105,9 @@ def fc2_dgrad_activation(
     if fc2_bias is not None:
         check_matrix("fc2_bias", fc2_bias, tuple(fc2_weight.shape[:2]), "(E, H)", like=dy)
     _refuse_gradients("fc2_dgrad_activation", dy, fc2_weight, h, fc2_bias, probs)
+    expected = check_expected_rows(expected_rows)
     return fc2_dgrad_activation_op(
-        dy, fc2_weight, h, rows.starts, rows.ends, probs, fc2_bias, activation, True, True, None, row_index
+        dy, fc2_weight, h, rows.starts, rows.ends, probs, fc2_bias, activation, True, True, None, row_index, expected
     )
 
 
@@ -120,6 +129,7 @@ def _fake_fc1_activation(
     activation: str,
     tiles: Tensor | None = None,
     row_index: Tensor | None = None,
+    expected_rows: int = 0,
 ) -> tuple[Tensor, Tensor]:
     width = fc1_weight.shape[1]
     h = x.new_empty(num_rows(x, row_index), width)
@@ -139,6 +149,7 @@ def _fake_fc2_dgrad_activation(
     need_dprobs: bool,
     tiles: Tensor | None = None,
     row_index: Tensor | None = None,
+    expected_rows: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     a = h.new_empty(h.shape[0] if need_a else 0, fc2_weight.shape[2])
     dprobs = h.new_empty(h.shape[0] if need_dprobs else 0, dtype=reference.accumulation_dtype(h.dtype))
@@ -147,14 +158,14 @@ def _fake_fc2_dgrad_activation(
 
 fc1_activation_op = define_op(
     "fc1_activation(Tensor x, Tensor fc1_weight, Tensor starts, Tensor ends, Tensor? fc1_bias, Tensor? probs,"
-    " str activation, Tensor? tiles=None, Tensor? row_index=None) -> (Tensor, Tensor)",
+    " str activation, Tensor? tiles=None, Tensor? row_index=None, int expected_rows=0) -> (Tensor, Tensor)",
     implementation=by_family("fc1_activation"),
     fake=_fake_fc1_activation,
 )
 fc2_dgrad_activation_op = define_op(
     "fc2_dgrad_activation(Tensor dy, Tensor fc2_weight, Tensor h, Tensor starts, Tensor ends, Tensor? probs,"
-    " Tensor? fc2_bias, str activation, bool need_a, bool need_dprobs, Tensor? tiles=None, Tensor? row_index=None)"
-    " -> (Tensor, Tensor, Tensor)",
+    " Tensor? fc2_bias, str activation, bool need_a, bool need_dprobs, Tensor? tiles=None, Tensor? row_index=None,"
+    " int expected_rows=0) -> (Tensor, Tensor, Tensor)",
     implementation=by_family("fc2_dgrad_activation"),
     fake=_fake_fc2_dgrad_activation,
 )

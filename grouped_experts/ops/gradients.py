@@ -19,7 +19,7 @@ from grouped_experts.registration import define_gradient
 
 
 def _save_m_grouped(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.transpose_w, _tiles, row_index, _zero_gaps = inputs
+    *tensors, ctx.transpose_w, _tiles, row_index, _zero_gaps, ctx.expected_rows = inputs
     ctx.save_for_backward(*tensors, row_index)
 
 
@@ -28,7 +28,8 @@ def _m_grouped_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     need_x, need_w, _, _, need_bias, need_scale, *_ = ctx.needs_input_grad
     dx = dw = dbias = dscale = None
     if need_x:
-        dx = m_grouped_gemm_op(dy, w, starts, ends, None, None, not ctx.transpose_w, None)
+        turned = not ctx.transpose_w
+        dx = m_grouped_gemm_op(dy, w, starts, ends, None, None, turned, None, None, True, ctx.expected_rows)
         dx = _sum_rows(dx, row_index, x.shape[0])
     if need_w:
         if ctx.transpose_w:
@@ -41,7 +42,7 @@ def _m_grouped_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dtype = accumulation_dtype(dy.dtype)
         column = m_grouped_gemm_op(dy.to(dtype), bias[:, None, :].to(dtype), starts, ends, None, None, True, None)
         dscale = column[:, 0].to(bias_scale.dtype)
-    return dx, dw, None, None, dbias, dscale, None, None, None, None
+    return dx, dw, None, None, dbias, dscale, None, None, None, None, None
 
 
 def _sum_rows(rows: Tensor, row_index: Tensor | None, num_rows: int) -> Tensor:

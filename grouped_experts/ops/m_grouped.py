@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from grouped_experts.ops.checks import (
+    check_expected_rows,
     check_float,
     check_matrix,
     check_row_index,
@@ -26,6 +27,7 @@ def m_grouped_gemm(
     bias_scale: Tensor | None = None,
     transpose_w: bool = True,
     row_index: Tensor | None = None,
+    expected_rows: int | None = None,
 ) -> Tensor:
     """y[r] = x[r] @ w[e].T (+ bias_scale[r] * bias[e]) for every row r of expert e; zero for rows of no expert.
 
@@ -36,6 +38,8 @@ def m_grouped_gemm(
     row_index (R,) int32, contiguous: which row of x is multiplied as row r, y[r] = x[row_index[r]] @ w[e].T. Then rows,
     bias_scale and y are of R rows. Of rows of no expert it may be anything. Indices that leave x raise ValueError on
     the CPU; on a device they are not read on the host, and such a row is undefined.
+    expected_rows: how many rows an expert will have on average, for the choice of tiles; T / E if not given, which is
+    too many where rows are mostly unused, as in a masked buffer. Whatever it says, y is right.
 
     Returns y (T, N) in the dtype of x, accumulated in fp32 (fp64 for fp64), rounded once. Differentiable in x, w, bias
     and bias_scale. Raises ValueError for a shape or device, TypeError for a dtype that does not fit.
@@ -56,7 +60,10 @@ def m_grouped_gemm(
         if bias is None:
             raise ValueError("bias_scale: wanted a bias beside it, got none")
         check_row_vector("bias_scale", bias_scale, num_rows(x, row_index), like=x)
-    return m_grouped_gemm_op(x, w, rows.starts, rows.ends, bias, bias_scale, transpose_w, None, row_index)
+    expected = check_expected_rows(expected_rows)
+    return m_grouped_gemm_op(
+        x, w, rows.starts, rows.ends, bias, bias_scale, transpose_w, None, row_index, True, expected
+    )
 
 
 def _fake(
@@ -70,14 +77,16 @@ def _fake(
     tiles: Tensor | None = None,
     row_index: Tensor | None = None,
     zero_gaps: bool = True,
+    expected_rows: int = 0,
 ) -> Tensor:
     return x.new_empty(num_rows(x, row_index), w.shape[1 if transpose_w else 2])
 
 
-# zero_gaps: whether rows of no expert are zero, or undefined.
+# zero_gaps: whether rows of no expert are zero, or undefined. expected_rows: 0 if not known.
 m_grouped_gemm_op = define_op(
     "m_grouped_gemm(Tensor x, Tensor w, Tensor starts, Tensor ends, Tensor? bias, Tensor? bias_scale, bool transpose_w,"
-    " Tensor? tiles=None, Tensor? row_index=None, bool zero_gaps=True) -> Tensor",
+    " Tensor? tiles=None, Tensor? row_index=None, bool zero_gaps=True, int expected_rows=0)"
+    " -> Tensor",
     implementation=by_family("m_grouped_gemm"),
     fake=_fake,
 )

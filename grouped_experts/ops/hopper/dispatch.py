@@ -21,17 +21,19 @@ def is_fast(
     columns: int,
     *operands: Tensor,
     indexed: tuple[Tensor | None, ...] = (),
+    expected_rows: int = 0,
     but: str | None = None,
 ) -> bool:
     """Whether the Gluon kernels take the call; which kernels do, and why, goes to the debug log.
 
     They take tiles of 128 rows (`row_block`), and operands and outputs that TMA can address. indexed: the row index of
-    each operand, of those that may have one. but: what else speaks against them.
+    each operand, of those that may have one. expected_rows: as in `row_block`. but: what else speaks against them.
     """
     reason = but
     gathered = [operand for operand, index in zip(operands, indexed, strict=False) if index is not None]
-    if num_experts == 0 or row_block(num_rows, num_experts) != BLOCK_M:
-        reason = f"{num_rows} rows for {num_experts} experts are few"
+    if num_experts == 0 or row_block(num_rows, num_experts, expected_rows) != BLOCK_M:
+        rows = f"{expected_rows} rows an expert" if expected_rows else f"{num_rows} rows for {num_experts} experts"
+        reason = f"{rows} are few"
     elif num_rows > MOST_ROWS.value:
         reason = f"{num_rows} rows are many"
     elif columns % 8:

@@ -248,13 +248,18 @@ def fc2_dgrad_activation(
     need_dprobs: bool,
     tiles: Tensor | None = None,
     row_index: Tensor | None = None,
+    expected_rows: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_rows, depth, columns = h.shape[0], dy.shape[1], fc2_weight.shape[2]
     experts = fc2_weight.shape[0]
-    if not is_fast("fc2_dgrad_activation", num_rows, experts, columns, dy, fc2_weight, indexed=(row_index,)):
+    indexed = (row_index,)
+    if not is_fast(
+        "fc2_dgrad_activation", num_rows, experts, columns, dy, fc2_weight, indexed=indexed, expected_rows=expected_rows
+    ):
         return portable.fc2_dgrad_activation(
-            dy, fc2_weight, h, starts, ends, probs, fc2_bias, activation, need_a, need_dprobs, tiles, row_index
-        )
+            dy, fc2_weight, h, starts, ends, probs, fc2_bias, activation, need_a, need_dprobs, tiles, row_index,
+            expected_rows
+        )  # fmt: skip
     if columns > GATHERED_COLUMNS:
         dy, row_index = gather_rows(dy, row_index), None
     gathered = row_index is not None
@@ -262,7 +267,7 @@ def fc2_dgrad_activation(
     tile = choose_tile("dgrad", columns)
     column_tiles = cdiv(columns, tile.block_n)
     partials = dh.new_empty(column_tiles, num_rows, dtype=torch.float32) if need_dprobs else None
-    tiles = schedule_of(tiles, starts, ends, num_rows)
+    tiles = schedule_of(tiles, starts, ends, num_rows, expected_rows)
     fc2_dgrad(tile, activation).launch(
         (min(num_processors(dy.device), (tiles.shape[0] - 1) * column_tiles),),
         dy.device,

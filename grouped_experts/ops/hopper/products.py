@@ -91,18 +91,21 @@ def m_grouped_gemm(
     tiles: Tensor | None = None,
     row_index: Tensor | None = None,
     zero_gaps: bool = True,
+    expected_rows: int = 0,
 ) -> Tensor:
     columns, rows = w.shape[1 if transpose_w else 2], num_rows(x, row_index)
-    if not is_fast("m_grouped_gemm", rows, w.shape[0], columns, x, w, indexed=(row_index,)):
+    if not is_fast(
+        "m_grouped_gemm", rows, w.shape[0], columns, x, w, indexed=(row_index,), expected_rows=expected_rows
+    ):
         return portable.m_grouped_gemm(
-            x, w, starts, ends, bias, bias_scale, transpose_w, tiles, row_index, zero_gaps
-        )  # fmt: skip
+            x, w, starts, ends, bias, bias_scale, transpose_w, tiles, row_index, zero_gaps, expected_rows
+        )
     y = x.new_empty(rows, columns)
     tile = choose_tile("product", columns)
     launch_m_grouped(
         x,
         w,
-        schedule_of(tiles, starts, ends, rows),
+        schedule_of(tiles, starts, ends, rows, expected_rows),
         tile,
         columns,
         m_grouped(tile, transpose_w, None, zero_gaps),
@@ -125,18 +128,24 @@ def fc1_activation(
     activation: str,
     tiles: Tensor | None = None,
     row_index: Tensor | None = None,
+    expected_rows: int = 0,
 ) -> tuple[Tensor, Tensor]:
     parts = 2 if ACTIVATIONS[activation].gated else 1
     columns = fc1_weight.shape[1] // parts
     rows = num_rows(x, row_index)
-    if not is_fast("fc1_activation", rows, fc1_weight.shape[0], columns, x, fc1_weight, indexed=(row_index,)):
-        return portable.fc1_activation(x, fc1_weight, starts, ends, fc1_bias, probs, activation, tiles, row_index)
+    experts, indexed = fc1_weight.shape[0], (row_index,)
+    if not is_fast(
+        "fc1_activation", rows, experts, columns, x, fc1_weight, indexed=indexed, expected_rows=expected_rows
+    ):
+        return portable.fc1_activation(
+            x, fc1_weight, starts, ends, fc1_bias, probs, activation, tiles, row_index, expected_rows
+        )
     if fc1_bias is not None:  # with its registers, some activations would spill
         x, row_index = gather_rows(x, row_index), None
     h, a = x.new_empty(rows, fc1_weight.shape[1]), x.new_empty(rows, columns)
     tile = choose_tile("gated" if parts == 2 else "ungated", columns)
     made = m_grouped(tile, True, activation, zero_gaps=False)
-    schedule = schedule_of(tiles, starts, ends, rows)
+    schedule = schedule_of(tiles, starts, ends, rows, expected_rows)
     launch_m_grouped(
         x,
         fc1_weight,

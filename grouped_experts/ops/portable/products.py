@@ -165,12 +165,13 @@ def m_grouped_gemm(
     tiles: Tensor | None = None,
     row_index: Tensor | None = None,
     zero_gaps: bool = True,
+    expected_rows: int = 0,
 ) -> Tensor:
     columns = w.shape[1 if transpose_w else 2]
     y = x.new_empty(num_rows(x, row_index), columns)
     if y.numel():
-        tiles = schedule_of(tiles, starts, ends, y.shape[0])
-        block = row_block(y.shape[0], w.shape[0])
+        tiles = schedule_of(tiles, starts, ends, y.shape[0], expected_rows)
+        block = row_block(y.shape[0], w.shape[0], expected_rows)
         launch_m_grouped(
             STORE if zero_gaps else STORE_OWNED,
             x,
@@ -197,6 +198,7 @@ def fc1_activation(
     activation: str,
     tiles: Tensor | None = None,
     row_index: Tensor | None = None,
+    expected_rows: int = 0,
 ) -> tuple[Tensor, Tensor]:
     gate = ACTIVATIONS[activation].gated
     width = fc1_weight.shape[1]
@@ -204,9 +206,9 @@ def fc1_activation(
     rows = num_rows(x, row_index)
     h, a = x.new_empty(rows, width), x.new_empty(rows, columns)
     if h.numel():
-        tiles = schedule_of(tiles, starts, ends, rows)
+        tiles = schedule_of(tiles, starts, ends, rows, expected_rows)
         kind = "fc1" if gate else "product"
-        block = row_block(rows, fc1_weight.shape[0])
+        block = row_block(rows, fc1_weight.shape[0], expected_rows)
         if block == ROW_BLOCKS[-1] and suits_tma(x):  # TMA needs no addresses, with which gate and up would spill
             x, row_index = gather_rows(x, row_index), None
         tile = choose_tile(kind, x.dtype, capability(x.device), block)
@@ -240,13 +242,14 @@ def fc2_dgrad_activation(
     need_dprobs: bool,
     tiles: Tensor | None = None,
     row_index: Tensor | None = None,
+    expected_rows: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = h.shape[0], fc2_weight.shape[2]
     dh, a = h.new_empty(h.shape), h.new_empty(rows if need_a else 0, columns)
     if rows == 0:
         return dh, a, h.new_empty(0, dtype=torch.float32)
-    tiles = schedule_of(tiles, starts, ends, rows)
-    block = row_block(rows, fc2_weight.shape[0])
+    tiles = schedule_of(tiles, starts, ends, rows, expected_rows)
+    block = row_block(rows, fc2_weight.shape[0], expected_rows)
     if block == ROW_BLOCKS[-1]:  # with the addresses of so many rows, the activation's backward would spill
         dy, row_index = gather_rows(dy, row_index), None
     tile = choose_tile("dgrad", dy.dtype, capability(dy.device), block)

@@ -152,11 +152,13 @@ def build_schedule(starts: Tensor, ends: Tensor, num_rows: int, block_m: int) ->
     return tiles
 
 
-def scheduled_ranges(counts: Tensor, capacity: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def scheduled_ranges(
+    counts: Tensor, capacity: int, num_rows: int, dtype: torch.dtype, expected_rows: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """starts, ends and their tiles. Capacity 0: contiguous, else masked. Of counts on a GPU."""
     num_experts = counts.shape[0]
     starts, ends, tiles = empty_schedule(counts.device, num_experts, num_rows)
-    schedule_kernel_for(num_experts, row_block(num_rows, num_experts), masked=capacity > 0).launch(
+    schedule_kernel_for(num_experts, row_block(num_rows, num_experts, expected_rows), masked=capacity > 0).launch(
         (num_experts + 1,),
         counts.device,
         counts,
@@ -183,16 +185,18 @@ def schedule_kernel_for(num_experts: int, block_m: int, masked: bool) -> Kernel:
     return kernel(schedule_kernel, MASKED=masked, BLOCK_M=block_m, BLOCK_E=block_e, LANES=32)
 
 
-def schedule_of(tiles: Tensor | None, starts: Tensor, ends: Tensor, num_rows: int) -> Tensor:
+def schedule_of(tiles: Tensor | None, starts: Tensor, ends: Tensor, num_rows: int, expected_rows: int = 0) -> Tensor:
     """The layer's, if it is given and written, else one for these ranges."""
     if tiles is not None and tiles.shape[0]:
         return tiles
-    return build_schedule(starts, ends, num_rows, row_block(num_rows, starts.shape[0]))
+    return build_schedule(starts, ends, num_rows, row_block(num_rows, starts.shape[0], expected_rows))
 
 
-def tile_schedule(starts: Tensor, ends: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
+def tile_schedule(starts: Tensor, ends: Tensor, num_rows: int, dtype: torch.dtype, expected_rows: int = 0) -> Tensor:
     """On a CPU, where only the interpreter runs these kernels, empty as the reference's: products make their own."""
-    return starts.new_empty(0, 4) if starts.device.type == "cpu" else schedule_of(None, starts, ends, num_rows)
+    if starts.device.type == "cpu":
+        return starts.new_empty(0, 4)
+    return schedule_of(None, starts, ends, num_rows, expected_rows)
 
 
 @triton.jit

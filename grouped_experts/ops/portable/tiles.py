@@ -26,9 +26,12 @@ class Tile:
     tma_out: bool = True  # outputs through TMA, likewise
 
 
-def row_block(num_rows: int, num_experts: int) -> int:
-    """Rows of a tile, for all products of a layer: the mean rows an expert, rounded up within ROW_BLOCKS."""
-    mean = num_rows / max(1, num_experts)
+def row_block(num_rows: int, num_experts: int, expected_rows: int = 0) -> int:
+    """Rows of a tile, for all products of a layer: the mean rows an expert, rounded up within ROW_BLOCKS.
+
+    expected_rows: that mean where the caller knows it, as of buffers that are not full; else 0.
+    """
+    mean = expected_rows or num_rows / max(1, num_experts)
     return next((block for block in ROW_BLOCKS if mean <= block), ROW_BLOCKS[-1])
 
 

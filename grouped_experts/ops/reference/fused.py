@@ -20,6 +20,7 @@ def fc1_activation(
     activation: str,
     tiles: Tensor | None = None,
     row_index: Tensor | None = None,
+    expected_rows: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """h = x W1_e^T + b1_e, rounded; a = p * act(h) of the rounded h. Both undefined in rows of no expert."""
     act = get_activation(activation)
@@ -43,6 +44,7 @@ def fc2_dgrad_activation(
     need_dprobs: bool,
     tiles: Tensor | None = None,
     row_index: Tensor | None = None,
+    expected_rows: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """da = dy W2_e; dh = act'(h) (p * da), a = p * act(h), dprobs = sum_j da_j act(h)_j + dy . b2_e.
 

@@ -64,6 +64,7 @@ def m_grouped_gemm(
     tiles: Tensor | None = None,
     row_index: Tensor | None = None,
     zero_gaps: bool = True,
+    expected_rows: int = 0,
 ) -> Tensor:
     """y[r] = x[r] @ w[e].T (or @ w[e]) + bias_scale[r] * bias[e] for the rows r of expert e; zero for rows of none."""
     x = gather_rows(x, row_index)

@@ -1,0 +1,72 @@
+"""expected_rows: other tiles, the same numbers, however many rows there are in truth."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import Place, on_hopper
+from inputs import contiguous, masked
+from places import in_every_place
+from torch import Tensor
+
+from grouped_experts.ops import fc1_activation, fc2_dgrad_activation, m_grouped_gemm
+
+LAYOUTS = {"masked": masked([1, 0, 40, 3], 40), "contiguous": contiguous([70, 0, 2, 130], spare=3)}
+by_layout = pytest.mark.parametrize("layout", LAYOUTS)
+by_hint = pytest.mark.parametrize("expected_rows", [1, 20, 40, 1000])
+
+
+def integers(*shape: int, place: Place) -> Tensor:
+    """Whose sums are exact in every dtype's fp32, in whatever order."""
+    return torch.randint(-3, 4, shape, device=place.device).to(place.dtype)
+
+
+@in_every_place
+@by_layout
+@by_hint
+def test_m_grouped(expected_rows: int, layout: str, place: Place) -> None:
+    ranges = LAYOUTS[layout]
+    rows, experts = ranges.rows(place.device), ranges.num_experts
+    x, w = integers(ranges.num_rows, 24, place=place), integers(experts, 40, 24, place=place)
+    y = m_grouped_gemm(x, w, rows, expected_rows=expected_rows)
+    assert torch.equal(y, m_grouped_gemm(x, w, rows))
+    assert y.any()
+
+
+@in_every_place
+@by_layout
+@by_hint
+def test_the_products_with_an_activation(expected_rows: int, layout: str, place: Place) -> None:
+    ranges = LAYOUTS[layout]
+    rows, experts = ranges.rows(place.device), ranges.num_experts
+    x, w1 = integers(ranges.num_rows, 24, place=place), integers(experts, 32, 24, place=place)
+    dy, w2 = integers(ranges.num_rows, 24, place=place), integers(experts, 24, 16, place=place)
+    owned = [row for start, end in ranges.bounds for row in range(start, end)]
+    h, a = fc1_activation(x, w1, rows, expected_rows=expected_rows)
+    for actual, expected in zip((h, a), fc1_activation(x, w1, rows), strict=True):
+        assert torch.equal(actual[owned], expected[owned])
+    dh, da, dprobs = fc2_dgrad_activation(dy, w2, h, rows, expected_rows=expected_rows)
+    dh_expected, da_expected, dprobs_expected = fc2_dgrad_activation(dy, w2, h, rows)
+    assert torch.equal(dh[owned], dh_expected[owned])
+    assert torch.equal(da[owned], da_expected[owned])
+    torch.testing.assert_close(dprobs, dprobs_expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not on_hopper, reason="needs a Hopper GPU")
+def test_tiles_follow_it(paths: list[str]) -> None:
+    ranges = masked([1, 200], 256)
+    x, w = (torch.ones(n, 64, device="cuda", dtype=torch.bfloat16) for n in (512, 2 * 64))
+    for expected_rows in (None, 3, 65):
+        m_grouped_gemm(x, w.view(2, 64, 64), ranges.rows("cuda"), expected_rows=expected_rows)
+    assert [path.split(": ")[1] for path in paths] == ["Gluon", "portable, since 3 rows an expert are few", "Gluon"]
+
+
+@pytest.mark.parametrize(
+    ("expected_rows", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)]
+)
+def test_bad_values(expected_rows: object, error: type[Exception]) -> None:
+    ranges = LAYOUTS["masked"]
+    x, w = torch.ones(ranges.num_rows, 8), torch.ones(4, 8, 8)
+    with pytest.raises(error, match=f"expected_rows: wanted an int >= 1, got {expected_rows}"):
+        m_grouped_gemm(x, w, ranges.rows("cpu"), expected_rows=expected_rows)
