@@ -242,6 +242,8 @@ def launch_fp8(dtype: torch.dtype) -> None:
             x = torch.empty(experts * rows, depth)
             quantized = reference.quantize_rows(x, fp8_dtype, False)
             portable.m_grouped_gemm_fp8(*quantized, *weight, ends, ends, dtype)
+            for activation in ACTIVATIONS if rows == 200 else ["swiglu"]:
+                launch_fused_fp8(activation, rows, dtype, fp8_dtype)
         a, b = (empty_columns(torch.empty(1600, n), experts, fp8_dtype) for n in (columns, depth))
         portable.k_grouped_gemm_fp8(*a, *b, ends, ends, dtype)
         portable.k_grouped_gemm_fp8_accumulate(torch.empty(experts, columns, depth), *a, *b, ends, ends)
@@ -261,6 +263,25 @@ def launch_hopper_fp8() -> None:
         for out_dtype in (torch.bfloat16, torch.float16):
             hopper.k_grouped_gemm_fp8(*a, *b, ends, ends, out_dtype)
         hopper.k_grouped_gemm_fp8_accumulate(torch.empty(experts, columns, depth), *a, *b, ends, ends)
+
+
+def launch_fused_fp8(activation: str, rows: int, dtype: torch.dtype, fp8_dtype: torch.dtype) -> None:
+    """Products with activations, gradients in `fp8_dtype`; E = 8 experts of so many rows, H = 256, I = 128 and 136."""
+    experts, hidden = 8, 256
+    ends, probs = torch.empty(experts, dtype=torch.int32), torch.empty(experts * rows)
+    x = torch.empty(experts * rows, hidden)
+    for inner in (128, 136):
+        width = ACTIVATIONS[activation].width(inner)
+        h, w1 = torch.empty(experts * rows, width, dtype=dtype), torch.empty(experts, width, hidden)
+        w2 = torch.empty(experts, inner, hidden)
+        w1, w2 = (reference.quantize_blocks(w, torch.float8_e4m3fn, False, False) for w in (w1, w2))
+        x_fp8, dy_fp8 = (reference.quantize_rows(x, each, False) for each in (torch.float8_e4m3fn, fp8_dtype))
+        for given, power_of_two in ((probs, True), (None, False)):
+            portable.fc1_activation_fp8(*x_fp8, *w1, ends, ends, given, activation, dtype, power_of_two)
+            for wanted in ((True, True, True, True), (True, False, False, True), (False, True, True, False)):
+                portable.fc2_dgrad_activation_fp8(
+                    *dy_fp8, *w2, h, ends, ends, given, activation, fp8_dtype, power_of_two, *wanted
+                )
 
 
 def main() -> None:

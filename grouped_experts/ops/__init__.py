@@ -3,6 +3,7 @@
 from grouped_experts.ops import gradients as _gradients  # noqa: F401  registers them
 from grouped_experts.ops.activation import scaled_activation, scaled_activation_backward
 from grouped_experts.ops.fused import fc1_activation, fc2_dgrad_activation
+from grouped_experts.ops.fused_fp8 import fc1_activation_fp8, fc2_dgrad_activation_fp8
 from grouped_experts.ops.k_grouped import k_grouped_gemm, k_grouped_gemm_accumulate, k_grouped_sum
 from grouped_experts.ops.m_grouped import m_grouped_gemm
 from grouped_experts.ops.permute import Permuted, Routing, permute, route, unpermute
@@ -24,7 +25,9 @@ __all__ = [
     "Quantized",
     "Routing",
     "fc1_activation",
+    "fc1_activation_fp8",
     "fc2_dgrad_activation",
+    "fc2_dgrad_activation_fp8",
     "k_grouped_gemm",
     "k_grouped_gemm_accumulate",
     "k_grouped_gemm_fp8",

@@ -27,17 +27,8 @@ def m_grouped_gemm_fp8(
     Returns y (T, N) in out_dtype, every 128 of K summed by itself and then in fp32. Not differentiable.
     Raises ValueError for a shape or device, TypeError for a dtype that does not fit.
     """
-    _check_data("x", x, 2, "(T, K)")
-    _check_data("w", w, 3, "(E, N, K)")
-    experts, columns, depth = w.data.shape
-    check_shape("x.data", x.data, (None, depth), "(T, K)")
-    check_shape("x.scales", x.scales, (x.data.shape[0], num_blocks(depth)), "(T, ceil(K / 128))")
-    blocks = experts, num_blocks(columns), num_blocks(depth)
-    check_shape("w.scales", w.scales, blocks, "(E, ceil(N / 128), ceil(K / 128))")
-    for name, tensor in (("w.data", w.data), ("w.scales", w.scales)):
-        check_device(name, tensor, like=x.data)
-    check_rows(rows, experts, like=x.data)
-    _check_out_dtype(out_dtype)
+    check_m_grouped_fp8(x, w, rows)
+    check_half_or_float("out_dtype", out_dtype)
     return m_grouped_gemm_fp8_op(x.data, x.scales, w.data, w.scales, rows.starts, rows.ends, out_dtype, None)
 
 
@@ -51,7 +42,7 @@ def k_grouped_gemm_fp8(
     Returns c (E, M, N) in out_dtype; sums and what it raises as in `m_grouped_gemm_fp8`. Not differentiable.
     """
     _check_columns(a, b, rows)
-    _check_out_dtype(out_dtype)
+    check_half_or_float("out_dtype", out_dtype)
     return k_grouped_gemm_fp8_op(a.data, a.scales, b.data, b.scales, rows.starts, rows.ends, out_dtype)
 
 
@@ -71,6 +62,19 @@ def k_grouped_gemm_fp8_accumulate(c: Tensor, a: Quantized, b: Quantized, rows: R
             "k_grouped_gemm_fp8_accumulate: wanted c without requires_grad (or torch.no_grad()), got one with it"
         )
     k_grouped_gemm_fp8_accumulate_op(c, a.data, a.scales, b.data, b.scales, rows.starts, rows.ends)
+
+
+def check_m_grouped_fp8(x: Quantized, w: Quantized, rows: RowRanges, x_name: str = "x", w_name: str = "w") -> None:
+    _check_data(x_name, x, 2, "(T, K)")
+    _check_data(w_name, w, 3, "(E, N, K)")
+    experts, columns, depth = w.data.shape
+    check_shape(f"{x_name}.data", x.data, (None, depth), "(T, K)")
+    check_shape(f"{x_name}.scales", x.scales, (x.data.shape[0], num_blocks(depth)), "(T, ceil(K / 128))")
+    blocks = experts, num_blocks(columns), num_blocks(depth)
+    check_shape(f"{w_name}.scales", w.scales, blocks, "(E, ceil(N / 128), ceil(K / 128))")
+    for name, tensor in ((f"{w_name}.data", w.data), (f"{w_name}.scales", w.scales)):
+        check_device(name, tensor, like=x.data)
+    check_rows(rows, experts, like=x.data)
 
 
 def _check_columns(a: Quantized, b: Quantized, rows: RowRanges) -> None:
@@ -96,9 +100,9 @@ def _check_data(name: str, quantized: Quantized, dims: int, legend: str) -> None
     check_device(f"{name}.scales", scales, like=data)
 
 
-def _check_out_dtype(dtype: torch.dtype) -> None:
+def check_half_or_float(name: str, dtype: torch.dtype) -> None:
     if dtype not in FLOATS[:3]:
-        raise TypeError(f"out_dtype: wanted one of {', '.join(map(str, FLOATS[:3]))}, got {dtype}")
+        raise TypeError(f"{name}: wanted one of {', '.join(map(str, FLOATS[:3]))}, got {dtype}")
 
 
 m_grouped_gemm_fp8_op = define_op(

@@ -93,8 +93,12 @@ def quantize_rows_and_columns(
 def _check(x: Tensor, legend: str, dims: int, dtype: torch.dtype, name: str = "x") -> None:
     check_float(name, x)
     check_shape(name, x, (None,) * dims, legend)
+    check_fp8("dtype", dtype)
+
+
+def check_fp8(name: str, dtype: torch.dtype) -> None:
     if dtype not in FP8:
-        raise TypeError(f"dtype: wanted float8_e4m3fn or float8_e5m2, got {dtype}")
+        raise TypeError(f"{name}: wanted float8_e4m3fn or float8_e5m2, got {dtype}")
 
 
 quantize_rows_op = define_op(

@@ -10,6 +10,8 @@ from grouped_experts.ops.hopper.k_grouped_fp8 import k_grouped_gemm_fp8, k_group
 from grouped_experts.ops.hopper.products import fc1_activation, m_grouped_gemm
 from grouped_experts.ops.hopper.products_fp8 import m_grouped_gemm_fp8
 from grouped_experts.ops.portable import (
+    fc1_activation_fp8,
+    fc2_dgrad_activation_fp8,
     few_tokens,
     gather_rows,
     k_grouped_sum,
@@ -31,7 +33,9 @@ from grouped_experts.ops.portable import (
 
 __all__ = [
     "fc1_activation",
+    "fc1_activation_fp8",
     "fc2_dgrad_activation",
+    "fc2_dgrad_activation_fp8",
     "few_tokens",
     "gather_rows",
     "k_grouped_gemm",

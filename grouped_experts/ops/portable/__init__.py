@@ -5,6 +5,7 @@ The functions below have the signatures of the ops, as those of `grouped_experts
 
 from grouped_experts.ops.portable.elementwise import scaled_activation, scaled_activation_backward
 from grouped_experts.ops.portable.few_tokens import few_tokens
+from grouped_experts.ops.portable.fused_fp8 import fc1_activation_fp8, fc2_dgrad_activation_fp8
 from grouped_experts.ops.portable.k_grouped import k_grouped_gemm, k_grouped_gemm_accumulate, k_grouped_sum
 from grouped_experts.ops.portable.permute import gather_rows, permute, unpermute, unpermute_with_values
 from grouped_experts.ops.portable.products import fc1_activation, fc2_dgrad_activation, m_grouped_gemm
@@ -24,7 +25,9 @@ from grouped_experts.ops.portable.schedule import ranges_from_tensor, scheduled_
 
 __all__ = [
     "fc1_activation",
+    "fc1_activation_fp8",
     "fc2_dgrad_activation",
+    "fc2_dgrad_activation_fp8",
     "few_tokens",
     "gather_rows",
     "k_grouped_gemm",

@@ -170,7 +170,7 @@ def m_grouped_gemm_fp8(
         return y
     kernel(
         m_grouped_fp8_kernel,
-        num_warps=8 if block_m >= 64 else 4,
+        num_warps=8 if block_m >= 32 else 4,
         X_E5M2=x.dtype == torch.float8_e5m2,
         W_E5M2=w.dtype == torch.float8_e5m2,
         NATIVE=is_native(x),

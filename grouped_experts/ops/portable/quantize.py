@@ -53,6 +53,13 @@ def store_rows(
 
 
 @triton.jit
+def store_columns(x, scale, row, k, data_ptr, K, P, E5M2: tl.constexpr, NATIVE: tl.constexpr):
+    """x (rows `row` of the padded ones, columns k), transposed, with a scale a column."""
+    data = to_fp8(x * reciprocal(scale)[None, :], E5M2, NATIVE)
+    tl.store(data_ptr + k.to(tl.int64)[:, None] * P + row[None, :], tl.trans(data), mask=(k < K)[:, None])
+
+
+@triton.jit
 def quantize_blocks_kernel(
     w_ptr,  # (E, N, K)
     data_ptr,  # (E, N, K), or (E, K, N) with TRANSPOSE
@@ -142,10 +149,9 @@ def quantize_columns_kernel(
         at = x_ptr + m.to(tl.int64)[:, None] * stride_xm + k.to(tl.int64)[None, :] * stride_xk
         x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         scale = scale_of(tl.max(absolute(x), 0), E5M2, POWER_OF_TWO)
-        data = to_fp8(x * reciprocal(scale)[None, :], E5M2, NATIVE)
-        row = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(data_ptr + k.to(tl.int64)[:, None] * P + row[None, :], tl.trans(data), mask=(k < K)[:, None])
         tl.store(scales_ptr + block.to(tl.int64) * stride_sp + k, scale, mask=k < K)
+        row = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        store_columns(x, scale, row, k, data_ptr, K, P, E5M2, NATIVE)
         if row_data_ptr is not None:
             store_rows(
                 x, m, k, end, row_data_ptr, row_scales_ptr, stride_rs, K, E5M2, POWER_OF_TWO, NATIVE, BLOCK

@@ -8,6 +8,7 @@ index[r] of the tensor that is given: there are R rows then, and as many tokens 
 from grouped_experts.ops.reference.activation import scaled_activation, scaled_activation_backward
 from grouped_experts.ops.reference.few_tokens import few_tokens
 from grouped_experts.ops.reference.fused import fc1_activation, fc2_dgrad_activation
+from grouped_experts.ops.reference.fused_fp8 import fc1_activation_fp8, fc2_dgrad_activation_fp8
 from grouped_experts.ops.reference.permute import permute, route, unpermute, unpermute_with_values
 from grouped_experts.ops.reference.products import (
     accumulation_dtype,
@@ -32,7 +33,9 @@ from grouped_experts.ops.reference.quantize import (
 __all__ = [
     "accumulation_dtype",
     "fc1_activation",
+    "fc1_activation_fp8",
     "fc2_dgrad_activation",
+    "fc2_dgrad_activation_fp8",
     "few_tokens",
     "gather_rows",
     "k_grouped_gemm",
