@@ -270,6 +270,12 @@ def launch_hopper_fp8() -> None:
         for out_dtype in (torch.bfloat16, torch.float16):
             hopper.k_grouped_gemm_fp8(*a, *b, ends, ends, out_dtype)
         hopper.k_grouped_gemm_fp8_accumulate(torch.empty(experts, columns, depth), *a, *b, ends, ends)
+    x, probs = reference.quantize_rows(torch.empty(rows, depth), torch.float8_e4m3fn, False), torch.empty(rows)
+    weight = reference.quantize_blocks(torch.empty(experts, 512, depth), torch.float8_e4m3fn, False, False)
+    for activation in ACTIVATIONS:
+        for h_dtype in (torch.bfloat16, torch.float16):
+            for given, power_of_two in ((probs, True), (None, False)):
+                hopper.fc1_activation_fp8(*x, *weight, ends, ends, given, activation, h_dtype, power_of_two)
 
 
 def launch_fused_fp8(activation: str, rows: int, dtype: torch.dtype, fp8_dtype: torch.dtype) -> None:

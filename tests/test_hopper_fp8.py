@@ -11,12 +11,14 @@ from torch import Tensor
 
 from grouped_experts.ops import (
     Quantized,
+    fc1_activation_fp8,
     k_grouped_gemm_fp8,
     k_grouped_gemm_fp8_accumulate,
     m_grouped_gemm_fp8,
     quantize_blocks,
     quantize_columns,
     quantize_rows,
+    scaled_activation,
 )
 from grouped_experts.ops.reference.quantize import dequantize_blocks, dequantize_rows
 
@@ -137,6 +139,42 @@ def test_what_is_not_finite_reaches_its_row_alone() -> None:
     assert y[[129, 131]].isnan().all()
     y[[129, 131]] = 0
     assert y.isfinite().all()
+
+
+@by_layout
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "clamped_swiglu"])
+@pytest.mark.parametrize("h_dtype", [BF16, FP16], ids=str)
+def test_fc1_casts_as_a_chain_does(
+    layout: Layout, activation: str, h_dtype: torch.dtype, paths: list[str]
+) -> None:  # fmt: skip
+    """h and the cast of a, bit for bit; with probs and scales of powers of two, and without."""
+    ranges = layout.rows(DEVICE)
+    x, w = quantize_rows(rows_of(layout, 400) / 4096), quantize_blocks(weight_of(layout.num_experts, 512, 400) / 8)
+    owned = [row for start, end in layout.bounds for row in range(start, end)]
+    for probs, power_of_two in ((torch.rand(layout.num_rows, device=DEVICE), True), (None, False)):
+        h, a = fc1_activation_fp8(
+            x, w, ranges, probs, activation=activation, h_dtype=h_dtype, power_of_two=power_of_two
+        )
+        chained = m_grouped_gemm_fp8(x, w, ranges, out_dtype=h_dtype)
+        cast = quantize_rows(
+            scaled_activation(chained, probs, ranges, activation=activation), power_of_two=power_of_two
+        )
+        for actual, expected in zip((h, *a), (chained, *cast), strict=True):
+            assert torch.equal(actual[owned].float(), expected[owned].float())
+    assert paths == ["fc1_activation_fp8: Gluon", "m_grouped_gemm_fp8: Gluon"] * 2
+
+
+def test_what_fc1_leaves_to_a_chain(paths: list[str]) -> None:
+    """Columns of which some blocks would hold gate and up, no gate, and h in fp32."""
+    ranges = LAYOUT.rows(DEVICE)
+    x = quantize_rows(rows_of(LAYOUT, 400) / 64)
+    for columns, activation, h_dtype in ((272, "swiglu", BF16), (256, "squared_relu", BF16), (256, "swiglu", FP32)):
+        w = quantize_blocks(weight_of(LAYOUT.num_experts, columns, 400) / 8)
+        h, a = fc1_activation_fp8(x, w, ranges, activation=activation, h_dtype=h_dtype)
+        cast = quantize_rows(scaled_activation(h, None, ranges, activation=activation))
+        assert torch.equal(h[:300], m_grouped_gemm_fp8(x, w, ranges, out_dtype=h_dtype)[:300])
+        assert torch.equal(a.data[:300].float(), cast.data[:300].float())
+    assert [path for path in paths if "Gluon" in path] == ["m_grouped_gemm_fp8: Gluon"] * 6
 
 
 @pytest.mark.parametrize("columns", [8, 128, 136, 256, 264, 520])

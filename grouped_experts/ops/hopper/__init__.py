@@ -8,10 +8,8 @@ from grouped_experts.ops.hopper.fc2_dgrad import fc2_dgrad_activation
 from grouped_experts.ops.hopper.k_grouped import k_grouped_gemm, k_grouped_gemm_accumulate
 from grouped_experts.ops.hopper.k_grouped_fp8 import k_grouped_gemm_fp8, k_grouped_gemm_fp8_accumulate
 from grouped_experts.ops.hopper.products import fc1_activation, m_grouped_gemm
-from grouped_experts.ops.hopper.products_fp8 import m_grouped_gemm_fp8
+from grouped_experts.ops.hopper.products_fp8 import fc1_activation_fp8, fc2_dgrad_activation_fp8, m_grouped_gemm_fp8
 from grouped_experts.ops.portable import (
-    fc1_activation_fp8,
-    fc2_dgrad_activation_fp8,
     few_tokens,
     gather_rows,
     k_grouped_sum,

@@ -15,6 +15,7 @@ from grouped_experts.ops.hopper.dispatch import is_fast
 from grouped_experts.ops.hopper.m_grouped_fp8 import m_grouped_fp8_kernel
 from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
 from grouped_experts.ops.portable.activations import VALUES
+from grouped_experts.ops.portable.fused_fp8 import quantized_gradients, scaled_activation_quantized
 from grouped_experts.ops.portable.launch import Kernel, cdiv, contiguous, kernel, num_processors, suits_tma
 from grouped_experts.ops.portable.schedule import schedule_of
 from grouped_experts.ops.reference.quantize import empty_rows, empty_scales
@@ -134,17 +135,19 @@ def fc1_activation_fp8(
     tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     (rows, _), (experts, width) = x.shape, w.shape[:2]
-    columns, but = width // 2, None
-    if not ACTIVATIONS[activation].gated:
+    columns = width // 2
+    but = None
+    gated = ACTIVATIONS[activation].gated
+    if not gated:
         but = f"{activation} has no gate"
     elif columns % FP8_BLOCK:
         but = f"{columns} columns are no multiple of {FP8_BLOCK}"
     elif h_dtype == torch.float32:
         but = "h is in float32"
     if not is_fast("fc1_activation_fp8", rows, experts, columns, x, w, but=but):
-        return portable.fc1_activation_fp8(
-            x, x_scales, w, w_scales, starts, ends, probs, activation, h_dtype, power_of_two, tiles
-        )
+        tiles = schedule_of(tiles, starts, ends, rows)
+        h = m_grouped_gemm_fp8(x, x_scales, w, w_scales, starts, ends, h_dtype, tiles)
+        return h, *scaled_activation_quantized(h, probs, tiles, experts, activation, power_of_two)
     h = x.new_empty(rows, width, dtype=h_dtype)
     a, a_scales = empty_rows(h[:, :columns], torch.float8_e4m3fn)
     tile = choose_tile("fp8 gated", columns)
@@ -164,3 +167,28 @@ def fc1_activation_fp8(
         probs=contiguous(probs),
     )
     return h, a, a_scales
+
+
+def fc2_dgrad_activation_fp8(
+    dy: Tensor,
+    dy_scales: Tensor,
+    w: Tensor,
+    w_scales: Tensor,
+    h: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    probs: Tensor | None,
+    activation: str,
+    dtype: torch.dtype,
+    power_of_two: bool,
+    need_rows: bool,
+    need_columns: bool,
+    need_a: bool,
+    need_dprobs: bool,
+    tiles: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    tiles = schedule_of(tiles, starts, ends, dy.shape[0])
+    da = m_grouped_gemm_fp8(dy, dy_scales, w, w_scales, starts, ends, torch.float32, tiles)
+    return quantized_gradients(
+        da, h, starts, ends, probs, activation, dtype, power_of_two, need_rows, need_columns, need_a, need_dprobs, tiles
+    )

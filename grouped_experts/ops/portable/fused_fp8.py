@@ -14,7 +14,7 @@ from grouped_experts.activations import get_activation
 from grouped_experts.ops.portable import activations
 from grouped_experts.ops.portable.elementwise import rows_of_program, scaled_activation_backward
 from grouped_experts.ops.portable.fp8 import absolute, fp8_or_bits, scale_of
-from grouped_experts.ops.portable.launch import cdiv, contiguous, kernel, next_power_of_2
+from grouped_experts.ops.portable.launch import cdiv, contiguous, kernel
 from grouped_experts.ops.portable.products import sum_partials
 from grouped_experts.ops.portable.products_fp8 import m_grouped_gemm_fp8
 from grouped_experts.ops.portable.quantize import (
@@ -26,7 +26,7 @@ from grouped_experts.ops.portable.quantize import (
     store_columns,
     store_rows,
 )
-from grouped_experts.ops.portable.schedule import max_tiles, schedule_of
+from grouped_experts.ops.portable.schedule import build_schedule, max_tiles, schedule_of
 from grouped_experts.ops.portable.tiles import row_block
 from grouped_experts.ops.reference.fused_fp8 import E4M3, empty_gradients
 from grouped_experts.ops.reference.quantize import empty_rows
@@ -77,8 +77,7 @@ def scaled_activation_backward_quantized_kernel(
     da_ptr,  # (T, I)
     h_ptr,  # (T, 2 I), or (T, I) without a gate
     probs_ptr,  # (T,) or None
-    starts_ptr,  # (E,)
-    ends_ptr,  # (E,)
+    tiles_ptr,  # (1 + tiles, 4), of BLOCK rows
     dh_ptr,  # the shape of h, or None
     dh_scales_ptr,  # (T, .. / 128), unit stride
     dh_columns_ptr,  # (2 I or I, P), or None
@@ -87,7 +86,6 @@ def scaled_activation_backward_quantized_kernel(
     a_scales_ptr,  # (I, P / 128), unit stride
     partials_ptr,  # (I / 128, T), or None
     num_rows,
-    num_experts,
     I,
     P,
     stride_h,
@@ -98,7 +96,6 @@ def scaled_activation_backward_quantized_kernel(
     ACT: tl.constexpr,
     ACT_GRADIENT: tl.constexpr,
     GATED: tl.constexpr,  # then I is a multiple of 128
-    EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,  # at a time: more than these the registers do not hold
     E5M2: tl.constexpr,  # dh; a is e4m3
     POWER_OF_TWO: tl.constexpr,
@@ -107,10 +104,8 @@ def scaled_activation_backward_quantized_kernel(
 ):
     """Grid (P / 128, I / 128). Twice over the rows: casts by columns need the largest of all of them first."""
     block = tl.program_id(0)
-    m0, end = padded_range(starts_ptr, ends_ptr, block, num_experts, BLOCK, EXPERTS)
-    end = tl.minimum(end, num_rows)
+    m0, end = padded_range(tiles_ptr, block)
     if m0 < end:
-        m0 = tl.maximum(m0, 0)
         n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         width = 2 * I if GATED else I
         largest_a = tl.zeros((BLOCK,), tl.float32)
@@ -199,11 +194,19 @@ def fc1_activation_fp8(
     rows, experts = x.shape[0], starts.shape[0]
     tiles = schedule_of(tiles, starts, ends, rows)
     h = m_grouped_gemm_fp8(x, x_scales, fc1_weight, fc1_weight_scales, starts, ends, h_dtype, tiles)
+    return h, *scaled_activation_quantized(h, probs, tiles, experts, activation, power_of_two)
+
+
+def scaled_activation_quantized(
+    h: Tensor, probs: Tensor | None, tiles: Tensor, num_experts: int, activation: str, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    """a = p * act(h), rounded as h and cast to e4m3 by rows; tiles: the schedule of all products of those rows."""
     gated = get_activation(activation).gated
     columns = h.shape[1] // 2 if gated else h.shape[1]
     data, scales = empty_rows(h[:, :columns], E4M3)
     if data.numel():
-        tile, at_a_time = row_block(rows, experts), 16
+        rows = h.shape[0]
+        tile, at_a_time = row_block(rows, num_experts), 16
         kernel(
             scaled_activation_quantized_kernel,
             ACT=activations.VALUES[activation],
@@ -212,7 +215,7 @@ def fc1_activation_fp8(
             ROWS=at_a_time,
             **options(data, power_of_two),
         ).launch(
-            (max_tiles(rows, experts, tile) * (tile // at_a_time), scales.shape[1]),
+            (max_tiles(rows, num_experts, tile) * (tile // at_a_time), scales.shape[1]),
             h.device,
             h,
             contiguous(probs),
@@ -224,7 +227,7 @@ def fc1_activation_fp8(
             *h.stride(),
             scales.stride(1),
         )
-    return h, data, scales
+    return data, scales
 
 
 def fc2_dgrad_activation_fp8(
@@ -245,17 +248,38 @@ def fc2_dgrad_activation_fp8(
     need_dprobs: bool,
     tiles: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    rows, experts, columns = dy.shape[0], starts.shape[0], fc2_weight.shape[1]
+    tiles = schedule_of(tiles, starts, ends, dy.shape[0])
+    da = m_grouped_gemm_fp8(dy, dy_scales, fc2_weight, fc2_weight_scales, starts, ends, torch.float32, tiles)
+    return quantized_gradients(
+        da, h, starts, ends, probs, activation, dtype, power_of_two, need_rows, need_columns, need_a, need_dprobs, tiles
+    )
+
+
+def quantized_gradients(
+    da: Tensor,
+    h: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    probs: Tensor | None,
+    activation: str,
+    dtype: torch.dtype,
+    power_of_two: bool,
+    need_rows: bool,
+    need_columns: bool,
+    need_a: bool,
+    need_dprobs: bool,
+    tiles: Tensor,
+) -> tuple[Tensor, ...]:
+    """What becomes of da (T, I) in fp32: all results of `fc2_dgrad_activation_fp8`."""
+    (rows, columns), experts = da.shape, starts.shape[0]
     needed = need_rows, need_columns, need_a, need_dprobs
     made = empty_gradients(h, columns, experts, dtype, *needed)
     if not rows or not columns:
         return *made[:6], made[6].zero_()
-    tiles = schedule_of(tiles, starts, ends, rows)
-    da = m_grouped_gemm_fp8(dy, dy_scales, fc2_weight, fc2_weight_scales, starts, ends, torch.float32, tiles)
     gated = get_activation(activation).gated
     if gated and columns % FP8_BLOCK:
         return _with_blocks_of_both_parts(da, h, probs, starts, ends, activation, dtype, power_of_two, made, *needed)
-    blocks = cdiv(columns, FP8_BLOCK)
+    blocks, tile = cdiv(columns, FP8_BLOCK), row_block(rows, experts)
     partials = h.new_empty(blocks, rows, dtype=torch.float32) if need_dprobs else None
     dh, dh_scales, dh_columns, dh_column_scales, a, a_scales, _ = made
     kernel(
@@ -264,7 +288,6 @@ def fc2_dgrad_activation_fp8(
         ACT=activations.VALUES[activation],
         ACT_GRADIENT=activations.GRADIENTS[activation],
         GATED=gated,
-        EXPERTS=next_power_of_2(experts),
         ROWS=16,
         **options(dh, power_of_two),
     ).launch(
@@ -273,8 +296,7 @@ def fc2_dgrad_activation_fp8(
         da,
         h,
         contiguous(probs),
-        starts,
-        ends,
+        tiles if tile == FP8_BLOCK else build_schedule(starts, ends, rows, FP8_BLOCK),
         fp8_or_bits(dh) if need_rows else None,
         dh_scales if need_rows else None,
         fp8_or_bits(dh_columns) if need_columns else None,
@@ -283,7 +305,6 @@ def fc2_dgrad_activation_fp8(
         a_scales if need_a else None,
         partials,
         rows,
-        experts,
         columns,
         padded_rows(rows, experts),
         *h.stride(),
@@ -291,7 +312,7 @@ def fc2_dgrad_activation_fp8(
         dh_column_scales.stride(1),
         a_scales.stride(1),
     )
-    return *made[:6], sum_partials(partials, dy, None, tiles, row_block(rows, experts), experts)
+    return *made[:6], sum_partials(partials, da, None, tiles, tile, experts)
 
 
 def _with_blocks_of_both_parts(

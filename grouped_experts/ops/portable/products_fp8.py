@@ -14,7 +14,6 @@ from torch import Tensor
 from grouped_experts.ops.portable.fp8 import fp8_or_bits, from_fp8, is_native
 from grouped_experts.ops.portable.launch import cdiv, kernel, next_power_of_2, num_processors
 from grouped_experts.ops.portable.m_grouped import tile_position
-from grouped_experts.ops.portable.quantize import padded_blocks
 from grouped_experts.ops.portable.schedule import schedule_of
 from grouped_experts.ops.portable.tiles import row_block
 from grouped_experts.rows import FP8_BLOCK
@@ -144,10 +143,12 @@ def k_grouped_fp8_kernel(
 @triton.jit
 def expert_blocks(starts_ptr, ends_ptr, expert, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
     """The first of its padded blocks, and the one behind the last."""
-    _start, _end, first, blocks = padded_blocks(starts_ptr, ends_ptr, num_experts, BLOCK, EXPERTS)
-    mine = tl.arange(0, EXPERTS) == expert
-    my_first = tl.sum(tl.where(mine, first, 0))
-    return my_first, my_first + tl.sum(tl.where(mine, blocks, 0))
+    e = tl.arange(0, EXPERTS)
+    start = tl.load(starts_ptr + e, mask=e < num_experts, other=0)
+    end = tl.load(ends_ptr + e, mask=e < num_experts, other=0)
+    blocks = tl.cdiv(tl.maximum(end - start, 0), BLOCK)
+    first = tl.sum(tl.where(e < expert, blocks, 0))
+    return first, first + tl.sum(tl.where(e == expert, blocks, 0))
 
 
 def m_grouped_gemm_fp8(

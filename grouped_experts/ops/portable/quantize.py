@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from grouped_experts.ops.portable.fp8 import absolute, fp8_or_bits, is_native, reciprocal, scale_of, to_fp8
-from grouped_experts.ops.portable.launch import cdiv, kernel, next_power_of_2
+from grouped_experts.ops.portable.launch import cdiv, kernel
+from grouped_experts.ops.portable.schedule import build_schedule
 from grouped_experts.ops.reference.quantize import empty_blocks, empty_columns, empty_rows
 from grouped_experts.rows import FP8_BLOCK
 
@@ -97,42 +98,30 @@ def quantize_blocks_kernel(
 
 
 @triton.jit
-def padded_blocks(starts_ptr, ends_ptr, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
-    """Of every expert its start and end, the first of its padded blocks, and how many these are."""
-    e = tl.arange(0, EXPERTS)
-    start = tl.load(starts_ptr + e, mask=e < num_experts, other=0)
-    end = tl.load(ends_ptr + e, mask=e < num_experts, other=0)
-    blocks = tl.cdiv(tl.maximum(end - start, 0), BLOCK)
-    return start, end, tl.cumsum(blocks, 0) - blocks, blocks
+def padded_range(tiles_ptr, block):
+    """The rows of which the padded block is: the first one, the one behind the last; none behind the last block.
 
-
-@triton.jit
-def padded_range(starts_ptr, ends_ptr, block, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
-    """The rows of which the padded block is: the first one, the one behind the last; none behind the last block."""
-    start, end, first, blocks = padded_blocks(starts_ptr, ends_ptr, num_experts, BLOCK, EXPERTS)
-    mine = (first <= block) & (block < first + blocks)
-    m0 = tl.sum(tl.where(mine, start + (block - first) * BLOCK, 0))
-    return m0, tl.sum(tl.where(mine, end, 0))
+    tiles_ptr: a schedule of tiles of as many rows, of which padded blocks are those that experts own, in that order.
+    """
+    known = block < tl.load(tiles_ptr)
+    tile = tiles_ptr + 4 * (1 + block)
+    return tl.load(tile + 1, mask=known, other=0), tl.load(tile + 2, mask=known, other=0)
 
 
 @triton.jit
 def quantize_columns_kernel(
     x_ptr,  # (R, K)
-    starts_ptr,  # (E,)
-    ends_ptr,  # (E,)
+    tiles_ptr,  # (1 + tiles, 4), of BLOCK rows
     data_ptr,  # (K, P)
     scales_ptr,  # (K, P / 128), unit stride
     row_data_ptr,  # (R, K), as `quantize_rows`, or None
     row_scales_ptr,  # (R, K / 128), unit stride
-    num_rows,
-    num_experts,
     K,
     P,
     stride_xm,
     stride_xk,
     stride_sp,
     stride_rs,
-    EXPERTS: tl.constexpr,
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -140,10 +129,9 @@ def quantize_columns_kernel(
 ):
     """Grid (P / 128, K / 128)."""
     block = tl.program_id(0)
-    m0, end = padded_range(starts_ptr, ends_ptr, block, num_experts, BLOCK, EXPERTS)
-    end = tl.minimum(end, num_rows)  # ranges that leave the rows break a promise, not memory
+    m0, end = padded_range(tiles_ptr, block)
     if m0 < end:
-        m = tl.maximum(m0, 0) + tl.arange(0, BLOCK)
+        m = m0 + tl.arange(0, BLOCK)
         k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = (m < end)[:, None] & (k < K)[None, :]
         at = x_ptr + m.to(tl.int64)[:, None] * stride_xm + k.to(tl.int64)[None, :] * stride_xk
@@ -219,21 +207,16 @@ def launch_columns(
 ) -> None:
     if not x.numel() or not data.numel():
         return
-    experts, (columns, padded) = starts.shape[0], data.shape
-    kernel(
-        quantize_columns_kernel, num_warps=8, EXPERTS=next_power_of_2(experts), **options(data, power_of_two)
-    ).launch(
+    columns, padded = data.shape
+    kernel(quantize_columns_kernel, num_warps=8, **options(data, power_of_two)).launch(
         (padded // FP8_BLOCK, cdiv(columns, FP8_BLOCK)),
         x.device,
         x,
-        starts,
-        ends,
+        build_schedule(starts, ends, x.shape[0], FP8_BLOCK),
         fp8_or_bits(data),
         scales,
         None if row_data is None else fp8_or_bits(row_data),
         row_scales,
-        x.shape[0],
-        experts,
         columns,
         padded,
         *x.stride(),
