@@ -8,13 +8,26 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import Place
 from exact import plain_activation
 from inputs import ACTIVATIONS, LAYOUTS, Layout, contiguous, padded, randn
+from layer import subsets
+from places import places
 from torch import Tensor
 
 from grouped_experts import FP8Recipe, GroupedMLP, MoE, backward_dw
 from grouped_experts.nn import fp8
-from grouped_experts.ops import reference, route
+from grouped_experts.ops import (
+    k_grouped_gemm,
+    k_grouped_gemm_fp8,
+    m_grouped_gemm_fp8,
+    quantize_blocks,
+    quantize_columns,
+    quantize_rows,
+    reference,
+    route,
+    scaled_activation,
+)
 from grouped_experts.ops.reference.quantize import dequantize_blocks, dequantize_rows
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -33,8 +46,8 @@ LARGE = contiguous([140, 0, 37], spare=3)
 
 def layer_of(recipe: FP8Recipe | None, device: str, experts: int = EXPERTS, **options: object) -> GroupedMLP:
     torch.manual_seed(0)
-    dtype = options.pop("dtype", BF16)
-    return GroupedMLP(HIDDEN, INNER, experts, precision=recipe, device=device, dtype=dtype, **options)  # type: ignore[arg-type]
+    dtype, inner = options.pop("dtype", BF16), options.pop("inner", INNER)
+    return GroupedMLP(HIDDEN, inner, experts, precision=recipe, device=device, dtype=dtype, **options)  # type: ignore[arg-type]
 
 
 def inputs_of(layout: Layout, device: str, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,6 +150,112 @@ def test_errors_are_those_of_fp8(recipe: FP8Recipe, device: str) -> None:
     exact = gradients_of(layer_of(None, device, dtype=FP32), LARGE, *given)
     for name, value in exact.items():
         assert 1e-3 < difference(actual[name], value) < (0.15 if recipe.gradient_dtype == E5M2 else 0.08), name
+
+
+# ---- what is fused, one step after the other
+
+
+def one_by_one(
+    mlp: GroupedMLP, recipe: FP8Recipe, layout: Layout, x: Tensor, probs: Tensor, dy: Tensor
+) -> dict[str, Tensor]:
+    """Every cast by a function of its own."""
+    rows, dtype, scales = layout.rows(x.device.type), x.dtype, recipe.power_of_two_scales
+    x, probs, w1, w2 = (t.detach() for t in (x, probs, mlp.fc1_weight, mlp.fc2_weight))
+
+    def product(x: Tensor, w: Tensor, cast: torch.dtype = E4M3, out: torch.dtype = dtype, **options: bool) -> Tensor:
+        operands = quantize_rows(x, dtype=cast, power_of_two=scales), quantize_blocks(w, power_of_two=scales, **options)
+        return m_grouped_gemm_fp8(*operands, rows, out_dtype=out)
+
+    def contraction(left: Tensor, right: Tensor, like: Tensor) -> Tensor:
+        if not recipe.fp8_wgrad:
+            return k_grouped_gemm(left, right, rows, out_dtype=like.dtype)
+        left_cast = quantize_columns(left, rows, dtype=recipe.gradient_dtype, power_of_two=scales)
+        right_cast = quantize_columns(right, rows, power_of_two=scales)
+        return k_grouped_gemm_fp8(left_cast, right_cast, rows, out_dtype=like.dtype)
+
+    h = product(x, w1)
+    y = product(scaled_activation(h, probs, rows, activation=mlp.activation), w2)
+    da = product(dy, w2, recipe.gradient_dtype, FP32, transpose=True)
+    ranges = rows.starts, rows.ends
+    dh, a, dprobs = torch.ops.grouped_experts.scaled_activation_backward(da, h, probs, *ranges, mlp.activation)
+    return {
+        "y": y,
+        "dx": product(dh, w1, recipe.gradient_dtype, transpose=True),
+        "dprobs": dprobs,
+        "fc1": contraction(dh, x, w1),
+        "fc2": contraction(dy, a.to(dtype), w2),
+    }
+
+
+@pytest.mark.parametrize("place", places([BF16, torch.float16, FP32]), indirect=True)
+@pytest.mark.parametrize(
+    ("inner", "activation", "name"),
+    [
+        (128, "swiglu", "default"),
+        (130, "swiglu", "e5m2-gradients"),
+        (128, "geglu", "power-of-two"),
+        (130, "squared_relu", "default"),
+        (128, "swiglu", "wgrad-in-bf16"),
+    ],
+)
+def test_bit_for_bit_as_one_by_one(inner: int, activation: str, name: str, place: Place) -> None:
+    recipe, layout = RECIPES[name], padded([33, 0, 7] if place.interpreted else [131, 0, 37], 8, spare=3)
+    given = inputs_of(layout, place.device, place.dtype)
+    mlp = layer_of(recipe, place.device, dtype=place.dtype, inner=inner, activation=activation)
+    actual, expected = gradients_of(mlp, layout, *given), one_by_one(mlp, recipe, layout, *given)
+    for name, value in expected.items():
+        if name == "dprobs":  # where kernels add up, in another order
+            torch.testing.assert_close(actual[name], value, rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(actual[name], value), name
+
+
+@by_recipe
+def test_only_wanted_gradients_come(recipe: FP8Recipe, device: str) -> None:
+    """Each the same, whatever else is wanted."""
+    layout = contiguous([30, 0, 140], spare=2)
+    mlp, (x, probs, dy) = layer_of(recipe, device, inner=128), inputs_of(layout, device)
+    whole, names = gradients_of(mlp, layout, x, probs, dy), ["dx", "dprobs", "fc1", "fc2"]
+    leaves = dict(zip(names, (x, probs, mlp.fc1_weight, mlp.fc2_weight), strict=True))
+    for wanted in subsets(names):
+        for name, leaf in leaves.items():
+            leaf.requires_grad_(name in wanted)
+        if wanted:
+            y = mlp(x, layout.rows(device), probs)
+            made = torch.autograd.grad(y, [leaves[name] for name in names if name in wanted], dy, retain_graph=True)
+            again = torch.autograd.grad(y, [leaves[name] for name in names if name in wanted], dy)
+            for name, value, repeated in zip(sorted(wanted, key=names.index), made, again, strict=True):
+                assert torch.equal(value, whole[name]), (name, wanted)
+                assert torch.equal(repeated, value), (name, wanted)
+
+
+@by_recipe
+@pytest.mark.parametrize("deferred", [False, True], ids=["plain", "deferred"])
+def test_routed_gradients(deferred: bool, recipe: FP8Recipe, device: str) -> None:
+    """Those of the rows that the tokens are."""
+    x, _, dy = inputs_of(contiguous([40]), device)
+    ids, probs = torch.randint(0, EXPERTS + 1, (40, 2), device=device), torch.rand(40, 2, device=device)
+    routing = route(ids, EXPERTS)
+    mlp, plain = layer_of(recipe, device, defer_wgrad=deferred), layer_of(recipe, device)
+    mlp(x, routing, probs).backward(dy)
+    mlp.backward_dw()
+    token, count = routing.row_to_token(), int(routing.counts.sum())
+    token = token[:count].long()
+    rows, of_rows = x.detach()[token].requires_grad_(), probs.flatten()[routing.row_to_slot[:count].long()]
+    plain(rows, routing.counts, of_rows).backward(dy[token])
+    for name in ("fc1_weight", "fc2_weight"):
+        assert torch.equal(getattr(mlp, name).grad, getattr(plain, name).grad), name
+    dx = torch.zeros(40, HIDDEN, device=device).index_add_(0, token, rows.grad.float())
+    torch.testing.assert_close(x.grad.float(), dx, rtol=2**-7, atol=1e-3)
+
+
+def test_what_waits_is_cast(device: str) -> None:
+    """A deferred layer keeps dy, dh and a in FP8; x, which the forward keeps, as it is."""
+    mlp, (x, probs, dy) = layer_of(FP8Recipe(), device, defer_wgrad=True), inputs_of(LARGE, device)
+    mlp(x, LARGE.rows(device), probs).backward(dy)
+    kept = {pending.name: pending.gradient.tensors() for pending in mlp._wgrad_queue.pending()}
+    assert [t.dtype for t in kept["fc2_weight"][:4]] == [E4M3, FP32, E4M3, FP32]
+    assert [t.dtype for t in kept["fc1_weight"][:3]] == [E4M3, FP32, BF16]
 
 
 # ---- what it shares with the layer

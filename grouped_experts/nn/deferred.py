@@ -10,13 +10,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from grouped_experts.ops.k_grouped import k_grouped_gemm_accumulate_op, k_grouped_gemm_op, k_grouped_sum_op
 from grouped_experts.rows import RowRanges
+
+
+class Gradient(Protocol):
+    """The gradient of one weight as work to be done, and what it is made of."""
+
+    @property
+    def rows(self) -> RowRanges: ...
+
+    def compute(self) -> Tensor: ...
+
+    def accumulate(self, total: Tensor) -> None: ...
+
+    def tensors(self) -> tuple[Tensor, ...]: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +89,7 @@ class PendingGradient:
 
     __slots__ = ("gradient", "name", "stream", "versions", "weight")
 
-    def __init__(self, name: str, weight: Tensor | None, gradient: WeightGradient | BiasGradient) -> None:
+    def __init__(self, name: str, weight: Tensor | None, gradient: Gradient) -> None:
         self.name, self.weight, self.gradient = name, weight, gradient
         self.versions: tuple[int, ...] = ()
         self.stream: torch.cuda.Stream | None = None
@@ -84,7 +97,7 @@ class PendingGradient:
     def note_origin(self) -> None:
         """Called where the gradient begins to wait: what it is made of, and on which stream."""
         self.versions = tuple(tensor._version for tensor in self.gradient.tensors())
-        device = self.gradient.left.device
+        device = self.gradient.rows.starts.device
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def check_versions(self) -> None:
@@ -99,7 +112,7 @@ class PendingGradient:
         """Tell the allocator where the operands are read, if that is not the stream they come from."""
         if self.stream is None:
             return
-        stream = torch.cuda.current_stream(self.gradient.left.device)
+        stream = torch.cuda.current_stream(self.stream.device)
         if stream != self.stream:
             for tensor in self.gradient.tensors():
                 tensor.record_stream(stream)

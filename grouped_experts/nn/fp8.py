@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from grouped_experts.nn.deferred import WeightGradient
-from grouped_experts.nn.products import Products, Rows, cast
-from grouped_experts.ops.activation import scaled_activation_backward_op, scaled_activation_op
+from grouped_experts.nn.deferred import Gradient
+from grouped_experts.nn.products import Products, Rows, Wanted, cast
+from grouped_experts.ops.activation import scaled_activation_backward_op
 from grouped_experts.ops.families import FP8, knows_fp8
+from grouped_experts.ops.fused_fp8 import fc1_activation_fp8_op, fc2_dgrad_activation_fp8_op
 from grouped_experts.ops.permute import gather_rows_op
 from grouped_experts.ops.products_fp8 import (
     k_grouped_gemm_fp8_accumulate_op,
     k_grouped_gemm_fp8_op,
     m_grouped_gemm_fp8_op,
 )
-from grouped_experts.ops.quantize import quantize_blocks_op, quantize_columns_op, quantize_rows_op
+from grouped_experts.ops.quantize import (
+    Quantized,
+    quantize_blocks_op,
+    quantize_columns_op,
+    quantize_rows_and_columns_op,
+    quantize_rows_op,
+)
 from grouped_experts.rows import RowRanges
+
+E4M3 = torch.float8_e4m3fn  # of activations and weights
 
 
 @dataclass(frozen=True)
@@ -63,22 +74,48 @@ def recipe_of(precision: str | FP8Recipe | None) -> FP8Recipe | None:
     return FP8Recipe()
 
 
+class Columns(NamedTuple):
+    """An operand of a weight gradient that is cast by columns already, its rows in the experts' order."""
+
+    data: Tensor
+    scales: Tensor
+
+
+class Casts(NamedTuple):
+    """dh for dgrad and for wgrad."""
+
+    by_rows: Quantized
+    by_columns: Columns
+
+
+Operand = Tensor | Columns
+
+
 @dataclass(frozen=True)
 class FP8Products(Products):
-    """h, y, dh and dx are in `dtype`; operands are cast from it, weights from their own dtype, at every call."""
+    """h, y and dx are in `dtype`; operands are cast from it, weights from their own dtype, at every call.
+
+    a leaves fc1 as a Quantized, and what wgrad takes in FP8 leaves fc2's dgrad as `Columns`, dh as `Casts`. With an
+    index dy stays as it is, since it would be copied for every choice of a token.
+    """
 
     recipe: FP8Recipe
+    copies_rows: ClassVar[bool] = True
 
     def fc1_activation(
         self, x: Tensor, weight: Tensor, rows: Rows, bias: Tensor | None, probs: Tensor | None, activation: str
-    ) -> tuple[Tensor, Tensor]:
-        h = self._product(_gathered(x, rows.row_index), weight, rows, torch.float8_e4m3fn, self.dtype)
-        return h, scaled_activation_op(h, probs, rows.starts, rows.ends, activation)
+    ) -> tuple[Tensor, Quantized]:
+        scales = self.recipe.power_of_two_scales
+        operands = *self._by_rows(_gathered(x, rows.row_index), E4M3), *self._weight(weight)
+        h, *a = fc1_activation_fp8_op(
+            *operands, rows.starts, rows.ends, probs, activation, self.dtype, scales, rows.tiles
+        )  # fmt: skip
+        return h, Quantized(*a)
 
     def fc2(
-        self, a: Tensor, weight: Tensor, rows: Rows, bias: Tensor | None, probs: Tensor | None, zero_gaps: bool
+        self, a: Quantized, weight: Tensor, rows: Rows, bias: Tensor | None, probs: Tensor | None, zero_gaps: bool
     ) -> Tensor:
-        return self._product(a, weight, rows, torch.float8_e4m3fn, self.dtype)
+        return self._product(a, self._weight(weight), rows, self.dtype)
 
     def fc2_dgrad_activation(
         self,
@@ -89,52 +126,66 @@ class FP8Products(Products):
         bias: Tensor | None,
         probs: Tensor | None,
         activation: str,
-        need_a: bool,
-        need_dprobs: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        wanted: Wanted,
+    ) -> tuple[Operand, Tensor | Casts, Operand, Tensor]:
         """da stays in fp32; a is rounded as in the forward."""
-        dy = _gathered(dy, rows.row_index)
-        da = self._product(dy, weight, rows, self.recipe.gradient_dtype, torch.float32, transpose=True)
-        dh, a, dprobs = scaled_activation_backward_op(da, h, probs, rows.starts, rows.ends, activation)
-        return dh, cast(a, self.dtype), dprobs
+        dtype, scales, (starts, ends, tiles, index) = self.recipe.gradient_dtype, self.recipe.power_of_two_scales, rows
+        left: Operand = dy
+        if wanted.fc2_weight and self.recipe.fp8_wgrad and index is None:
+            *by_rows, data, column_scales = quantize_rows_and_columns_op(dy, starts, ends, dtype, scales)
+            left = Columns(data, column_scales)
+        else:
+            by_rows = self._by_rows(_gathered(dy, index), dtype)
+        w = self._weight(weight, transpose=True)
+        if not self.recipe.fp8_wgrad and (wanted.fc1_weight or wanted.fc2_weight):
+            da = self._product(by_rows, w, rows, torch.float32)
+            dh, a, dprobs = scaled_activation_backward_op(da, h, probs, starts, ends, activation)
+            return dy, dh, cast(a, self.dtype), dprobs
+        needed = wanted.x, wanted.fc1_weight, wanted.fc2_weight, wanted.probs
+        *made, dprobs = fc2_dgrad_activation_fp8_op(
+            *by_rows, *w, h, starts, ends, probs, activation, dtype, scales, *needed, tiles
+        )
+        return left, Casts(Quantized(*made[:2]), Columns(*made[2:4])), Columns(*made[4:]), dprobs
 
-    def fc1_dgrad(self, dh: Tensor, weight: Tensor, rows: Rows, zero_gaps: bool) -> Tensor:
-        return self._product(dh, weight, rows, self.recipe.gradient_dtype, self.dtype, transpose=True)
+    def fc1_dgrad(self, dh: Tensor | Casts, weight: Tensor, rows: Rows, zero_gaps: bool) -> Tensor:
+        operand = dh.by_rows if isinstance(dh, Casts) else self._by_rows(dh, self.recipe.gradient_dtype)
+        return self._product(operand, self._weight(weight, transpose=True), rows, self.dtype)
 
     def weight_gradient(
         self,
-        left: Tensor,
-        right: Tensor,
+        left: Operand | Casts,
+        right: Operand,
         rows: RowRanges,
         dtype: torch.dtype,
         left_index: Tensor | None = None,
         right_index: Tensor | None = None,
-    ) -> WeightGradient:
+    ) -> Gradient:
         if not self.recipe.fp8_wgrad:
             return super().weight_gradient(left, right, rows, dtype, left_index, right_index)
+        left = left.by_columns if isinstance(left, Casts) else left
         return FP8WeightGradient(left, right, rows, dtype, left_index, right_index, self.recipe)
 
-    def _product(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        rows: Rows,
-        dtype: torch.dtype,
-        out_dtype: torch.dtype,
-        transpose: bool = False,
-    ) -> Tensor:
-        scales = self.recipe.power_of_two_scales
-        w = quantize_blocks_op(weight, torch.float8_e4m3fn, scales, transpose)
-        return m_grouped_gemm_fp8_op(
-            *quantize_rows_op(x, dtype, scales), *w, rows.starts, rows.ends, out_dtype, rows.tiles
-        )
+    def _by_rows(self, x: Tensor, dtype: torch.dtype) -> Quantized:
+        return Quantized(*quantize_rows_op(x, dtype, self.recipe.power_of_two_scales))
+
+    def _weight(self, weight: Tensor, transpose: bool = False) -> Quantized:
+        return Quantized(*quantize_blocks_op(weight, E4M3, self.recipe.power_of_two_scales, transpose))
+
+    def _product(self, x: Quantized, w: Quantized, rows: Rows, out_dtype: torch.dtype) -> Tensor:
+        return m_grouped_gemm_fp8_op(*x, *w, rows.starts, rows.ends, out_dtype, rows.tiles)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FP8WeightGradient(WeightGradient):
-    """Of operands that are cast when the gradient is computed; until then they wait as they are."""
+class FP8WeightGradient:
+    """`WeightGradient` of operands in FP8; those that are not cast yet are when it is computed."""
 
-    recipe: FP8Recipe = FP8Recipe()
+    left: Operand
+    right: Operand
+    rows: RowRanges
+    dtype: torch.dtype
+    left_index: Tensor | None
+    right_index: Tensor | None
+    recipe: FP8Recipe
 
     def compute(self) -> Tensor:
         return k_grouped_gemm_fp8_op(*self._operands(), self.rows.starts, self.rows.ends, self.dtype)
@@ -142,13 +193,20 @@ class FP8WeightGradient(WeightGradient):
     def accumulate(self, total: Tensor) -> None:
         k_grouped_gemm_fp8_accumulate_op(total, *self._operands(), self.rows.starts, self.rows.ends)
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        operands = (each if isinstance(each, Columns) else (each,) for each in (self.left, self.right))
+        indices = (index for index in (self.left_index, self.right_index) if index is not None)
+        return *itertools.chain(*operands), self.rows.starts, self.rows.ends, *indices
+
     def _operands(self) -> tuple[Tensor, ...]:
+        left = self._columns(self.left, self.left_index, self.recipe.gradient_dtype)
+        return *left, *self._columns(self.right, self.right_index, E4M3)
+
+    def _columns(self, operand: Operand, index: Tensor | None, dtype: torch.dtype) -> Columns:
+        if isinstance(operand, Columns):
+            return operand
         starts, ends, scales = self.rows.starts, self.rows.ends, self.recipe.power_of_two_scales
-        left, right = _gathered(self.left, self.left_index), _gathered(self.right, self.right_index)
-        return (
-            *quantize_columns_op(left, starts, ends, self.recipe.gradient_dtype, scales),
-            *quantize_columns_op(right, starts, ends, torch.float8_e4m3fn, scales),
-        )
+        return Columns(*quantize_columns_op(_gathered(operand, index), starts, ends, dtype, scales))
 
 
 def _gathered(x: Tensor, row_index: Tensor | None) -> Tensor:

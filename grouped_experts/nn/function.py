@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from grouped_experts.nn.deferred import BiasGradient, PendingGradient, WgradQueue
-from grouped_experts.nn.products import Products, Rows, cast
+from grouped_experts.nn.products import Products, Rows, Wanted, cast
 from grouped_experts.ops.activation import scaled_activation_op
 from grouped_experts.ops.permute import Routing, gather_rows_op, permute_op, unpermute_op, unpermute_with_values_op
 from grouped_experts.ops.schedule import tile_schedule_op
@@ -239,18 +239,22 @@ def _rows_of_slots(probs: Tensor, routing: Routing) -> Tensor:
 def _backward(ctx: Any, dy: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor | None, list[PendingGradient]]:
     """dx, dprobs, and the wanted weight gradients as work to be done, fc2 before fc1."""
     x, h, probs, fc1_weight, fc2_weight, fc2_bias, starts, ends, tiles, slot_to_row, row_index = saved
+    if ctx.deferral is not None:  # what waits keeps no graph alive
+        detached: Any = (None if t is None else t.detach() for t in (dy, x, probs))
+        dy, x, probs = detached
     needs, products, rows, dy_index = ctx.needs, ctx.products, RowRanges(starts, ends), row_index
     of_products = Rows(starts, ends, tiles)
     need_x, need_probs = ctx.needs_input_grad[:2]
     # What waits keeps dy alone, not k rows of each token.
     once = row_index is not None and needs.fc2_weight and ctx.need_da and ctx.deferral is None
-    if once and copy_pays(dy, fc2_weight):
+    if once and (products.copies_rows or copy_pays(dy, fc2_weight)):
         dy, dy_index = gather_rows_op(dy, row_index), None
+    fc2_left: Any = dy  # of fc2's weight gradient, as a is its right
     dh: Any = None  # stays None where nothing below wants it, as a does
     a: Any = None
     dx = dprobs = None
     if ctx.need_da:
-        dh, a, dprobs = products.fc2_dgrad_activation(
+        fc2_left, dh, a, dprobs = products.fc2_dgrad_activation(
             dy,
             fc2_weight,
             h,
@@ -258,8 +262,7 @@ def _backward(ctx: Any, dy: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor
             fc2_bias,
             probs,
             ctx.activation,
-            needs.fc2_weight,
-            need_probs,
+            Wanted(need_x, need_probs, needs.fc1_weight, needs.fc2_weight),
         )
     elif needs.fc2_weight:
         a = scaled_activation_op(h, probs, starts, ends, ctx.activation)
@@ -271,13 +274,10 @@ def _backward(ctx: Any, dy: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor
     dprobs = cast(dprobs, probs.dtype) if probs is not None and dprobs is not None and need_probs else None
 
     live = Weights(None, None) if ctx.deferral is None else ctx.deferral.weights  # type: ignore[arg-type]
-    if ctx.deferral is not None:  # what waits keeps no graph alive
-        detached: Any = (None if t is None else t.detach() for t in (dy, x, probs))
-        dy, x, probs = detached
     fc1_dtype, fc2_dtype, fc1_bias_dtype, fc2_bias_dtype = ctx.weight_dtypes
     pending = []
     if needs.fc2_weight:
-        gradient = products.weight_gradient(dy, a, rows, fc2_dtype, dy_index)
+        gradient = products.weight_gradient(fc2_left, a, rows, fc2_dtype, dy_index)
         pending.append(PendingGradient("fc2_weight", live.fc2_weight, gradient))
     if needs.fc2_bias:
         bias_gradient = BiasGradient(dy, probs, rows, fc2_bias_dtype, dy_index)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from grouped_experts.nn.deferred import WeightGradient
+from grouped_experts.nn.deferred import Gradient, WeightGradient
 from grouped_experts.ops.fused import fc1_activation_op, fc2_dgrad_activation_op
 from grouped_experts.ops.m_grouped import m_grouped_gemm_op
 from grouped_experts.rows import RowRanges
@@ -27,24 +27,36 @@ class Rows(NamedTuple):
         return self._replace(row_index=None)
 
 
+class Wanted(NamedTuple):
+    """The gradients that a backward is to bring."""
+
+    x: bool
+    probs: bool
+    fc1_weight: bool
+    fc2_weight: bool
+
+
 @dataclass(frozen=True)
 class Products:
     """In `dtype`, to which weights are converted.
 
-    Rows of no expert are zero where `zero_gaps` says so, and undefined else.
+    What one product leaves for another alone, a in the forward and dy, dh and a in the backward, is what they agree
+    upon: tensors here. Rows of no expert are zero where `zero_gaps` says so, and undefined else.
+    copies_rows: those of an operand with an index are copied in their order, by every product that takes it.
     """
 
     dtype: torch.dtype
+    copies_rows: ClassVar[bool] = False
 
     def fc1_activation(
         self, x: Tensor, weight: Tensor, rows: Rows, bias: Tensor | None, probs: Tensor | None, activation: str
-    ) -> tuple[Tensor, Tensor]:
-        """h, a."""
+    ) -> tuple[Tensor, Any]:
+        """h, and a for `fc2`."""
         w, b = cast(weight, self.dtype), None if bias is None else cast(bias, self.dtype)
         return fc1_activation_op(x, w, rows.starts, rows.ends, b, probs, activation, rows.tiles, rows.row_index)
 
     def fc2(
-        self, a: Tensor, weight: Tensor, rows: Rows, bias: Tensor | None, probs: Tensor | None, zero_gaps: bool
+        self, a: Any, weight: Tensor, rows: Rows, bias: Tensor | None, probs: Tensor | None, zero_gaps: bool
     ) -> Tensor:
         w, b = cast(weight, self.dtype), None if bias is None else cast(bias, self.dtype)
         scale = None if b is None else probs
@@ -59,15 +71,15 @@ class Products:
         bias: Tensor | None,
         probs: Tensor | None,
         activation: str,
-        need_a: bool,
-        need_dprobs: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dh, a, dprobs."""
+        wanted: Wanted,
+    ) -> tuple[Any, Any, Any, Tensor]:
+        """dy, dh and a for `fc1_dgrad` and `weight_gradient`, and dprobs; undefined what is not needed."""
         w, b = cast(weight, self.dtype), None if bias is None else cast(bias, self.dtype)
         starts, ends, tiles, index = rows
-        return fc2_dgrad_activation_op(dy, w, h, starts, ends, probs, b, activation, need_a, need_dprobs, tiles, index)
+        needed = wanted.fc2_weight, wanted.probs
+        return dy, *fc2_dgrad_activation_op(dy, w, h, starts, ends, probs, b, activation, *needed, tiles, index)
 
-    def fc1_dgrad(self, dh: Tensor, weight: Tensor, rows: Rows, zero_gaps: bool) -> Tensor:
+    def fc1_dgrad(self, dh: Any, weight: Tensor, rows: Rows, zero_gaps: bool) -> Tensor:
         w = cast(weight, self.dtype)
         return m_grouped_gemm_op(
             dh, w, rows.starts, rows.ends, None, None, False, rows.tiles, rows.row_index, zero_gaps
@@ -75,13 +87,13 @@ class Products:
 
     def weight_gradient(
         self,
-        left: Tensor,
-        right: Tensor,
+        left: Any,
+        right: Any,
         rows: RowRanges,
         dtype: torch.dtype,
         left_index: Tensor | None = None,
         right_index: Tensor | None = None,
-    ) -> WeightGradient:
+    ) -> Gradient:
         """In `dtype`, that of the weight, as work to be done. left: the gradient of the product's output."""
         return WeightGradient(left, right, rows, dtype, left_index, right_index)
 
