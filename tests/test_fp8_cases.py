@@ -59,8 +59,19 @@ def assert_zero(results: Results, layout: Layout) -> None:
         assert not t[idle].any(), name
 
 
+def assert_close(name: str, actual: Tensor, expected: Tensor) -> None:
+    """Along the last dimension, but for sums in another order: then now and then a number is rounded the other way.
+
+    On a GPU kernels for other numbers of rows may have summed, and the largest of a block may be what was rounded.
+    """
+    error, size = (
+        (t.double() if t.dim() > 1 else t.double()[None]).norm(dim=-1) for t in (actual - expected, expected)
+    )
+    assert (error <= (4e-3 if actual.device.type == "cpu" else 2**-4) * size).all(), name
+
+
 def assert_agree(results: Results, layout: Layout, others: Results, other: Layout) -> None:
-    """Row by row and expert by expert, but for sums in another order, which now and then round the other way."""
+    """Row by row, and in the weights' gradients."""
     owned, theirs = ([row for bounds in each.bounds for row in range(*bounds)] for each in (layout, other))
     for name, t in results.items():
         expected = others[name]
@@ -68,9 +79,7 @@ def assert_agree(results: Results, layout: Layout, others: Results, other: Layou
         assert expected is not None
         if name in ("y", "x", "probs"):
             t, expected = t[owned], expected[theirs]
-        error = (t.double() - expected.double()).flatten(1 if t.dim() > 1 else 0).norm(dim=-1)
-        size = expected.double().flatten(1 if t.dim() > 1 else 0).norm(dim=-1)
-        assert (error <= 4e-3 * size).all(), name
+        assert_close(name, t, expected)
 
 
 @in_every_place
@@ -92,7 +101,7 @@ def test_masked_rows_are_selected_not_multiplied_by_zero(place: Place) -> None:
     assert_zero(made, layout)
     expected = step(mlp, alone, [[mine[0], mine[1][:0]] for mine in rows])
     for name in ("fc1_weight", "fc2_weight"):
-        torch.testing.assert_close(made[name][0], expected[name][0])
+        assert_close(name, made[name][0], expected[name][0])
 
 
 LAYOUTS = {

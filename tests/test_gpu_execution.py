@@ -19,6 +19,7 @@ import gpu_small_cases
 import pytest
 import torch
 from conftest import needs_cuda, no_synchronisation
+from inputs import unchanged
 from layer import WEIGHTS, Results, assert_same, by_layer, gradients, rand
 from torch import Tensor
 
@@ -33,6 +34,10 @@ COUNTS = {
     "masked": [[100, 0, 17, 128, 1, 64, 127, 3], [0] * 8, [3, 77, 0, 0, 128, 16, 127, 40], [T // E] * 8],
 }
 LONG = 1_000_000_000  # clock cycles: about half a second
+
+knows_fp8 = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
+needs_fp8 = pytest.mark.skipif(not knows_fp8, reason="needs a GPU with FP8")
+by_precision = pytest.mark.parametrize("precision", [None, pytest.param("fp8", marks=needs_fp8)], ids=["bf16", "fp8"])
 
 
 class Batch(NamedTuple):
@@ -51,10 +56,12 @@ def make(
     *,
     counts_dtype: torch.dtype = torch.int32,
     with_probs: bool = True,
+    precision: str | None = None,
     **options: Any,
 ) -> Batch:
     shape = (T,) if layout == "contiguous" else (E, T // E)
-    mlp = GroupedMLP(H, I, E, bias=True, dtype=BF16, device="cpu", **options).to(device)  # the CPU's random numbers
+    options |= {"bias": precision is None, "precision": precision}  # FP8 has no biases
+    mlp = GroupedMLP(H, I, E, dtype=BF16, device="cpu", **options).to(device)  # the CPU's random numbers
     return Batch(
         mlp,
         rand(*shape, H, dtype=BF16, device=device),
@@ -99,8 +106,11 @@ def test_synchronisation_is_noticed() -> None:
 @pytest.mark.parametrize("with_probs", [False, True], ids=["no-probs", "probs"])
 @pytest.mark.parametrize("counts_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("layout", COUNTS)
-def test_no_host_synchronisation(layout: str, counts_dtype: torch.dtype, with_probs: bool, defer: bool) -> None:
-    batch = make(layout, counts_dtype=counts_dtype, with_probs=with_probs, defer_wgrad=defer)
+@by_precision
+def test_no_host_synchronisation(
+    precision: str | None, layout: str, counts_dtype: torch.dtype, with_probs: bool, defer: bool
+) -> None:
+    batch = make(layout, precision=precision, counts_dtype=counts_dtype, with_probs=with_probs, defer_wgrad=defer)
     two_micro_batches(batch)  # compiles
     with no_synchronisation():
         two_micro_batches(batch)
@@ -209,8 +219,9 @@ def captured(function: Callable[[], Any], before_capture: Callable[[], None] = l
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("layout", COUNTS)
-def test_graph_of_the_forward_follows_the_counts(layout: str) -> None:
-    batch = make(layout)
+@by_precision
+def test_graph_of_the_forward_follows_the_counts(precision: str | None, layout: str) -> None:
+    batch = make(layout, precision=precision)
 
     @torch.no_grad()
     def forward() -> Results:
@@ -227,9 +238,13 @@ def test_graph_of_the_forward_follows_the_counts(layout: str) -> None:
 @needs_cuda
 @pytest.mark.parametrize("defer", [False, True], ids=["plain", "deferred"])
 @pytest.mark.parametrize("layout", COUNTS)
-def test_graph_of_forward_and_backward_follows_the_counts(layout: str, defer: bool) -> None:
-    """The gradients are None when the capture begins, so that they lie in the graph's memory."""
-    batch = make(layout, defer_wgrad=defer)
+@by_precision
+def test_graph_of_forward_and_backward_follows_the_counts(precision: str | None, layout: str, defer: bool) -> None:
+    """The gradients are None when the capture begins, so that they lie in the graph's memory; deferred ones delivered.
+
+    All rows are in use, or only the first ones, with other counts than at the capture.
+    """
+    batch = make(layout, precision=precision, defer_wgrad=defer)
     graph, static = captured(lambda: by_layer(*batch))
     assert all(t is not None for t in static.values())
     for counts in COUNTS[layout]:
@@ -241,9 +256,11 @@ def test_graph_of_forward_and_backward_follows_the_counts(layout: str, defer: bo
 
 @pytest.mark.gpu
 @needs_cuda
-def test_graph_of_backward_dw_alone() -> None:
+@pytest.mark.parametrize("layout", COUNTS)
+@by_precision
+def test_graph_of_backward_dw_alone(precision: str | None, layout: str) -> None:
     """Two graphs, forward and backward, then delivery into gradients that are there: each replay adds."""
-    batch = make(defer_wgrad=True)
+    batch = make(layout, precision=precision, defer_wgrad=True)
     mlp = batch.mlp
 
     def forward_and_backward() -> Results:
@@ -271,7 +288,7 @@ def test_graph_of_backward_dw_alone() -> None:
         mlp.backward_dw()
     assert mlp.pending_wgrads == 0
 
-    for counts in COUNTS["contiguous"]:
+    for counts in COUNTS[layout]:
         refill(batch, counts)
         for p in mlp.parameters():
             p.grad.zero_()
@@ -287,10 +304,12 @@ def test_graph_of_backward_dw_alone() -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-def test_graph_of_the_whole_moe_layer() -> None:
+@by_precision
+def test_graph_of_the_whole_moe_layer(precision: str | None) -> None:
     """The counts come from the router within the graph."""
     torch.use_deterministic_algorithms(False)  # torch's own backward of a gather is another one there
-    moe = MoE(H, I, E, 2, bias=True, shared_intermediate_size=I, dtype=BF16, device="cuda")
+    options: dict[str, Any] = {"bias": precision is None, "precision": precision}
+    moe = MoE(H, I, E, 2, shared_intermediate_size=I, dtype=BF16, device="cuda", **options)
     x = rand(T // 2, H, dtype=BF16, device="cuda")
 
     def step() -> Results:
@@ -310,6 +329,40 @@ def test_graph_of_the_whole_moe_layer() -> None:
         assert_same(actual, step())
         chosen.append(actual["counts"].tolist())
     assert chosen[0] != chosen[1], "the routing never changed"
+
+
+@pytest.mark.parametrize("capacity", [1, 5, 16, 128, 200])
+@by_precision
+def test_masked_decoding_follows_the_counts(precision: str | None, capacity: int, device: str) -> None:
+    """On a GPU as a graph, captured without rows. Behind the counts NaN in x and zero in y; nothing else is written."""
+    mlp = GroupedMLP(H, I, E, dtype=BF16, precision=precision).to(device)
+    x = torch.zeros(E, capacity, H, dtype=BF16, device=device)
+    counts = torch.zeros(E, dtype=torch.int32, device=device)
+
+    @torch.no_grad()
+    def decode() -> Tensor:
+        return mlp(x, counts)
+
+    graph, static = captured(decode) if device == "cuda" else (None, None)
+    full = [capacity] * E
+    for each in (full, [0] * E, *torch.randint(0, capacity + 1, (3, E)).tolist(), full):
+        x.copy_(rand(*x.shape, dtype=BF16, device="cpu", requires_grad=False))
+        counts.copy_(torch.tensor(each))
+        unused = torch.arange(capacity, device=device) >= counts[:, None]
+        x[unused] = torch.nan
+        with unchanged(x, counts, *mlp.parameters()):
+            if graph is None:
+                y = decode()
+            else:
+                graph.replay()
+                y = static.clone()
+        assert not y[unused].any()
+        assert torch.equal(y, decode())
+        with torch.no_grad():
+            alone = mlp(x[~unused], each)
+        error = (y[~unused].float() - alone.float()).norm(dim=1)
+        # Tiles of another size sum in another order, after which numbers are rounded, in FP8 to four bits.
+        assert (error <= (2**-7 if precision is None else 2**-4) * alone.float().norm(dim=1)).all()
 
 
 # ---- streams
