@@ -64,9 +64,7 @@ def assert_close(name: str, actual: Tensor, expected: Tensor) -> None:
 
     On a GPU kernels for other numbers of rows may have summed, and the largest of a block may be what was rounded.
     """
-    error, size = (
-        (t.double() if t.dim() > 1 else t.double()[None]).norm(dim=-1) for t in (actual - expected, expected)
-    )
+    error, size = (t.double().norm(dim=-1) for t in (actual - expected, expected))
     assert (error <= (4e-3 if actual.device.type == "cpu" else 2**-4) * size).all(), name
 
 
