@@ -31,8 +31,8 @@ def activations(shape: Shape, rounds: int) -> list[Record]:
     check("activation_backward", scaled_activation_backward(da, h, probs), _exact_backward(da, h, probs), LIMIT)
     forward, backward = rows * (2 * 3 * width + 4), rows * (2 * 6 * width + 8)
     return [
-        _beside_copy("activation", None, shape, "all rows", lambda: scaled_activation(h, probs), forward, rounds),
-        _beside_copy(
+        beside_copy("activation", None, shape, "all rows", lambda: scaled_activation(h, probs), forward, rounds),
+        beside_copy(
             "activation",
             "backward",
             shape,
@@ -63,12 +63,12 @@ def permutations(shape: Shape, rounds: int) -> list[Record]:
     del summed
     num_bytes = 2 * hidden * (tokens + tokens * top_k)
     return [
-        _beside_copy("permute", None, shape, COUNTS, permuted, num_bytes, rounds),
-        _beside_copy("permute", "unpermute", shape, COUNTS, lambda: unpermute(y, routing), num_bytes, rounds),
+        beside_copy("permute", None, shape, COUNTS, permuted, num_bytes, rounds),
+        beside_copy("permute", "unpermute", shape, COUNTS, lambda: unpermute(y, routing), num_bytes, rounds),
     ]
 
 
-def _beside_copy(
+def beside_copy(
     op: str,
     variant: str | None,
     shape: Shape,
@@ -76,11 +76,14 @@ def _beside_copy(
     run: Callable[[], object],
     num_bytes: int,
     rounds: int,
+    dtype: str = DTYPE,
+    family: str | None = None,
 ) -> Record:
+    """family: the kernels that run, if those are not the ones for `DTYPE`."""
     source = normal(num_bytes // 4)  # of 2 bytes each: half of the bytes are read, half are written
     target = torch.empty_like(source)
     times = event_ms(run, lambda: target.copy_(source), rounds)
-    made = record(op, shape, counts, DTYPE, path(), COPY, times, num_bytes=num_bytes, variant=variant)
+    made = record(op, shape, counts, dtype, family or path(), COPY, times, num_bytes=num_bytes, variant=variant)
     print(f"{op} {variant or '':10} {made.tbps:5.2f} TB/s  {made.ratio:5.2f}x a copy", flush=True)
     return made
 

@@ -20,8 +20,11 @@ from torch import Tensor
 
 from benchmarks import (
     cpu,
+    fp8_layers,
+    fp8_products,
     gpu,
     gpu_decode,
+    gpu_fp8,
     gpu_inputs,
     gpu_layers,
     gpu_moves,
@@ -90,12 +93,14 @@ def test_cases_of_a_comparison_share_its_rounds(monkeypatch: pytest.MonkeyPatch)
 def here(monkeypatch: pytest.MonkeyPatch) -> str:
     """The benchmarks of a GPU, on whatever there is: without one, on the CPU and on the host's clock."""
     if not torch.cuda.is_available():
-        for module in (gpu_inputs, gpu_layers, gpu_moves):
+        for module in (gpu_inputs, gpu_layers, gpu_moves, fp8_products, fp8_layers):
             monkeypatch.setattr(module, "DEVICE", "cpu")
-        for module in (gpu_routed, gpu_decode):
+        for module in (gpu_routed, gpu_decode, fp8_products, fp8_layers):
             monkeypatch.setattr(module, "event_ms_of", lambda runs, rounds, **_: interleaved_ms_of(runs, rounds, 0))
+        for module in (gpu_routed, gpu_decode):
             monkeypatch.setattr(module, "waits_for_gpu", lambda run: False)
-        monkeypatch.setattr(gpu_decode, "captured", lambda run: run)
+        for module in (gpu_decode, fp8_layers):
+            monkeypatch.setattr(module, "captured", lambda run: run)
         for module in (gpu_layers, gpu_moves, gpu_products):
             monkeypatch.setattr(module, "event_ms", lambda ours, peer, rounds: interleaved_ms(ours, peer, rounds, 0))
         monkeypatch.setattr(gpu_layers, "in_family", lambda family, run: run)  # a CPU has no kernels to choose from
@@ -278,6 +283,92 @@ def test_a_run_leaves_records_memory_pieces_and_who_was_missing(
     assert written["pieces"][0]["ms"].keys() > {OURS, "route"}
     assert len(written["failed"]) == 2
     assert "some: not installed" in capsys.readouterr().out
+
+
+FP8_SHAPE = {"E": 3, "M": 400, "H": 144, "I": 64}
+needs_fp8 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with FP8"
+)
+
+
+@needs_fp8
+def test_fp8_is_checked_timed_and_held_against_what_is_asked(
+    here: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    monkeypatch.setattr(gpu_fp8, "SHAPES", {"A": FP8_SHAPE, "B": {}, "C": {}})
+    monkeypatch.setattr(gpu_fp8, "SMALL", (FP8_SHAPE,))
+    monkeypatch.setattr(gpu_fp8, "TOKENS", (1, 5))
+    sizes = {"E": 3, "H": 144, "I": 64, "C": 8}
+    monkeypatch.setattr(gpu_fp8, "decode", partial(fp8_layers.decode, sizes=sizes))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some")
+    monkeypatch.setattr(sys, "argv", ["gpu_fp8", "--rounds", "2", "--name", "some.json", "--shapes", "A"])
+    gpu_fp8.main()
+    written = json.loads((tmp_path / "some.json").read_text())
+    kinds = Counter((r["op"], r.get("variant")) for r in written["records"])
+    peers = 3  # two ways of cuBLAS's, and bf16
+    layers = [None, "forward", *(f"{way} without the casts of weights" for way in ("both ways", "forward"))]
+    casts = ["rows", "blocks", "blocks, transposed", "columns", "rows and columns"]
+    assert kinds == {
+        ("m_grouped_fp8", None): 2 * peers,
+        ("m_grouped_fp8", "dgrad"): 2 * peers,
+        ("k_grouped_fp8", None): 2,
+        **{("quantize", variant): 1 for variant in casts},
+        **{("fp8_layer", variant): 1 for variant in layers},
+        **{("masked_decode", variant): 2 for variant in ("bf16", "fp8", "fp8, with casts")},
+    }
+    (accuracy,) = written["accuracy"]
+    assert accuracy["errors"].keys() == {"bf16", "fp8", "fp8, emulated"}
+    for errors in accuracy["errors"].values():
+        assert errors.keys() == set(cpu.OUTCOMES)
+    for name in cpu.OUTCOMES:
+        of_bf16, of_fp8, emulated = (accuracy["errors"][each][name] for each in ("bf16", "fp8", "fp8, emulated"))
+        assert of_bf16 < 1e-2 < of_fp8 < 0.1
+        assert of_fp8 == pytest.approx(emulated, rel=0.1)
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert len(rows) == 1 + 2 * 2 * 2 + 2 + len(casts) + 1 + 2 * 2
+
+
+def test_what_is_asked_of_fp8() -> None:
+    def made(op: str, peer: str = "", variant: str | None = None, **shape: int) -> Record:
+        return record(op, shape, "", "", "", peer, [Round(1, 1)], variant=variant)
+
+    for name, products, layer in (("A", 1.35, 1.35), ("B", 1.25, 1.2), ("C", 1.25, 1.2)):
+        for peer, wanted in ((fp8_products.DENSE, 0.9), (fp8_products.DENSE_FAST, 0.9), (fp8_products.IN_BF16, None)):
+            assert gpu_fp8.asked(made("m_grouped_fp8", peer), name) == wanted
+        assert gpu_fp8.asked(made("k_grouped_fp8"), name) == products
+        assert gpu_fp8.asked(made("fp8_layer"), name) == layer
+        assert gpu_fp8.asked(made("fp8_layer", variant="forward"), name) is None
+    for variant, wanted in (("rows", 0.8), ("blocks", 0.8), ("blocks, transposed", 0.7), ("columns", 0.7)):
+        assert gpu_fp8.asked(made("quantize", variant=variant), "A") == wanted
+    for tokens, wanted in ((1, 0.8), (8, 0.8), (32, 0.8), (128, 0.65)):
+        assert gpu_fp8.asked(made("masked_decode", variant="fp8", tokens=tokens), "") == wanted
+        assert gpu_fp8.asked(made("masked_decode", variant="fp8, with casts", tokens=tokens), "") is None
+
+
+@needs_fp8
+@pytest.mark.parametrize("name", ["m_grouped_gemm_fp8", "k_grouped_gemm_fp8", "quantize_columns"])
+def test_a_wrong_result_in_fp8_is_not_timed(name: str, here: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = getattr(fp8_products, name)
+
+    def swapped(*arguments: Tensor | tuple[Tensor, Tensor]) -> object:
+        made = right(*arguments)
+        return made.roll(1, 0) if isinstance(made, Tensor) else made._replace(scales=made.scales.roll(1, 1))
+
+    monkeypatch.setattr(fp8_products, name, swapped)
+    with pytest.raises(AssertionError, match="is off by"):
+        (fp8_products.casts if name == "quantize_columns" else fp8_products.products)(FP8_SHAPE, 1)
+
+
+def test_bytes_of_masked_decoding() -> None:
+    experts, hidden, inner, capacity, tokens = 3, 5, 7, 11, 2
+    shape = {"E": experts, "H": hidden, "I": inner, "C": capacity, "tokens": tokens}
+    rows, weights = experts * tokens, experts * (2 * inner * hidden + hidden * inner)
+    y, x = 2 * experts * capacity * hidden, 2 * rows * hidden
+    h, a = 2 * rows * 2 * inner, 2 * rows * inner
+    in_fp8 = weights + x + 2 * (x // 2) + 2 * h + 2 * a + 2 * (a // 2) + y
+    expected = {"bf16": 2 * weights + x + h + 2 * a + y, "fp8": in_fp8, "fp8, with casts": in_fp8 + 3 * weights}
+    assert fp8_layers.decode_bytes(shape) == expected
 
 
 def test_a_peer_that_is_not_there_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,207 @@
+"""The layer in FP8 against itself in bf16, in training and in decoding, and how far its results are from fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from benchmarks.fp8_products import DTYPE, IN_BF16, path
+from benchmarks.gpu_decode import COPY, captured
+from benchmarks.gpu_inputs import COUNTS, DEVICE, Shape, check, normal, uneven_ends
+from benchmarks.gpu_layers import Step, forward_backward
+from benchmarks.peers import loop_over_experts
+from benchmarks.records import Record, record
+from benchmarks.timing import Round, Run, event_ms_of
+from grouped_experts import GroupedMLP, RowRanges
+from grouped_experts.ops import Quantized, m_grouped_gemm_fp8, quantize_blocks, quantize_rows, scaled_activation
+from grouped_experts.ops.families import use_family
+
+BF16 = torch.bfloat16
+DECODE = {"E": 32, "H": 7168, "I": 2048, "C": 256}
+TOKENS = (1, 8, 32, 128)  # of each expert
+SMALL: tuple[Shape, ...] = (
+    {"E": 4, "M": 2048, "H": 1024, "I": 512},
+    {"E": 16, "M": 4096, "H": 512, "I": 256},
+)
+LIMITS = {"fp8": 0.1, "bf16": 2e-2}  # of |result - fp32| / |fp32|
+OUTCOMES = ("y", "dx", "dprobs", "fc1_weight", "fc2_weight")
+CASTS = "casts of the weights"
+
+
+class Case:
+    """Layers in bf16 and in FP8 that share their weights, and inputs for them."""
+
+    def __init__(self, shape: Shape) -> None:
+        sizes = (shape["H"], shape["I"], shape["E"])
+        self.layers = {
+            name: GroupedMLP(*sizes, device=DEVICE, dtype=BF16, precision=precision)
+            for name, precision in (("bf16", None), ("fp8", "fp8"))
+        }
+        self.weights = list(self.layers["bf16"].parameters())
+        self.layers["fp8"].fc1_weight, self.layers["fp8"].fc2_weight = self.weights
+        ends = uneven_ends(shape["M"], shape["E"])
+        self.counts = ends.diff(prepend=ends.new_zeros(1))
+        self.x, self.dy = normal(shape["M"], shape["H"]).requires_grad_(), normal(shape["M"], shape["H"])
+        self.probs = torch.rand(shape["M"], device=DEVICE, requires_grad=True)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [self.x, self.probs, *self.weights]
+
+    def forward(self, name: str) -> Callable[[], Tensor]:
+        return lambda: self.layers[name](self.x, self.counts, self.probs)
+
+    def both(self, name: str) -> Step:
+        return forward_backward(self.forward(name), self.leaves, self.dy)
+
+    def exact(self, dtype: torch.dtype) -> list[Tensor]:
+        """y and every gradient from the same values, by a loop in that dtype."""
+        x, probs, w1, w2 = leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in self.leaves]
+        y = loop_over_experts(x, w1, w2, self.counts.tolist(), probs)
+        return [y.detach(), *torch.autograd.grad(y, leaves, self.dy.to(dtype))]
+
+
+def layers(shape: Shape, rounds: int) -> list[Record]:
+    """Forward without gradients, and forward + backward.
+
+    The casts of the weights, two in the forward and two more, transposed, in the backward, are timed in the same rounds
+    and taken off in a record of their own: what they cost is shared by all micro-batches of a step, if they are kept.
+    """
+    case = Case(shape)
+    exact = case.exact(torch.float32)
+    for name, limit in LIMITS.items():
+        check(f"layer in {name}", case.both(name)(), exact, limit)
+    del exact
+    runs: dict[str, Run] = {}
+    for name in LIMITS:
+        runs[name] = case.both(name)
+        runs[f"{name} forward"] = without_gradients(case.forward(name))
+    runs[CASTS], runs[f"{CASTS} forward"] = (casts_of(case.weights, both) for both in ((False, True), (False,)))
+    times = event_ms_of(runs, rounds)
+    flops = 6.0 * shape["M"] * shape["H"] * shape["I"]
+    records = []
+    for variant, suffix, work in ((None, "", 3 * flops), ("forward", " forward", flops)):
+        ours, peer, cast = (times[f"{name}{suffix}"] for name in ("fp8", "bf16", CASTS))
+        whole = [Round(*pair) for pair in zip(ours, peer, strict=True)]
+        rest = [Round(mine - mine_cast, theirs) for mine, theirs, mine_cast in zip(ours, peer, cast, strict=True)]
+        for pairs, what in ((whole, variant), (rest, f"{variant or 'both ways'} without the casts of weights")):
+            made = record("fp8_layer", shape, COUNTS, DTYPE, path(), IN_BF16, pairs, flops=work, variant=what)
+            print(f"layer, {what or 'both ways':42} {made.tflops:6.0f} TFLOP/s  {made.ratio:5.2f}x in bf16", flush=True)
+            records.append(made)
+        print(f"layer, casts of the weights {median(cast):.3f} ms of {median(ours):.3f}", flush=True)
+    return records
+
+
+def without_gradients(forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        with torch.no_grad():
+            return forward()
+
+    return run
+
+
+def casts_of(weights: Sequence[Tensor], transposed: Sequence[bool]) -> Run:
+    detached = [w.detach() for w in weights]
+
+    def run() -> None:
+        for w in detached:
+            for transpose in transposed:
+                quantize_blocks(w, transpose=transpose)
+
+    return run
+
+
+def decode_bytes(shape: Shape) -> dict[str, int]:
+    """Of R = tokens E rows in use, by what runs; scales, less than 1 % of the data, are not counted.
+
+    bf16: the weights 6 E H I, x 2 R H, h 4 R I and a 2 R I written, a 2 R I read, y 2 E C H written.
+    fp8: the weights 3 E H I; as much as bf16 of the rest, h read, 4 R I, the casts of x and a written and read.
+    fp8, with casts: 9 E H I more, weights read in bf16 and written in FP8.
+    """
+    experts, hidden, inner, capacity = (shape[name] for name in ("E", "H", "I", "C"))
+    rows = experts * shape["tokens"]
+    weights = 3 * experts * hidden * inner
+    rest = 2 * rows * hidden + 8 * rows * inner + 2 * experts * capacity * hidden
+    fp8 = weights + rest + 4 * rows * inner + 2 * rows * (hidden + inner)
+    return {"bf16": 2 * weights + rest, "fp8": fp8, "fp8, with casts": fp8 + 3 * weights}
+
+
+def decode(tokens: int, rounds: int, sizes: Shape = DECODE) -> list[Record]:
+    """The masked layout, as CUDA graphs, against copies that move as many bytes as each must.
+
+    fp8 is the products of weights that were cast before, with what casts and activates their rows; with casts is the
+    layer itself, which casts its weights at every call.
+    """
+    shape = {**sizes, "tokens": tokens}
+    experts, hidden, inner, capacity = (sizes[name] for name in ("E", "H", "I", "C"))
+    case = Case({"E": experts, "M": experts, "H": hidden, "I": inner})
+    x = normal(experts, capacity, hidden)
+    counts = torch.full((experts,), tokens, dtype=torch.int32, device=DEVICE)
+    rows = RowRanges.masked(counts, capacity)
+    w1, w2 = (quantize_blocks(w.detach()) for w in case.weights)
+    steps: dict[str, Callable[[], Tensor]] = {
+        "bf16": without_gradients(lambda: case.layers["bf16"](x, counts)),
+        "fp8": without_gradients(lambda: of_cast_weights(x.flatten(0, 1), w1, w2, rows).view(x.shape)),
+        "fp8, with casts": without_gradients(lambda: case.layers["fp8"](x, counts)),
+    }
+    exact = exact_decode(x, case.weights, tokens)
+    for name, step in steps.items():
+        check(f"decode in {name}", [step()], [exact], LIMITS["bf16" if name == "bf16" else "fp8"])
+    del exact
+    num_bytes = decode_bytes(shape)
+    runs: dict[str, Run] = {}
+    for name, step in steps.items():
+        source = normal(num_bytes[name] // 4)  # of 2 bytes each: half of the bytes are read, half are written
+        runs[name], runs[f"copy for {name}"] = captured(step), copy_of(source)
+    times = event_ms_of(runs, rounds)
+    records = []
+    for name in steps:
+        pairs = [Round(*pair) for pair in zip(times[name], times[f"copy for {name}"], strict=True)]
+        dtype = "bfloat16" if name == "bf16" else DTYPE
+        made = record(
+            "masked_decode", shape, "all as many", dtype, path(), COPY, pairs, num_bytes=num_bytes[name], variant=name
+        )
+        print(f"decode, {tokens:3} tokens an expert, {name:15} {made.ms * 1e3:7.0f} us  {made.ratio:5.2f}x a copy")
+        records.append(made)
+    return records
+
+
+def exact_decode(x: Tensor, weights: Sequence[Tensor], tokens: int) -> Tensor:
+    """In fp32; zero behind the first `tokens` rows of every expert."""
+    experts, used = x.shape[0], x[:, :tokens].float()
+    w1, w2 = (w.detach().float() for w in weights)
+    ones = torch.ones(experts * tokens, device=x.device)
+    y = torch.zeros(x.shape, device=x.device)
+    y[:, :tokens] = loop_over_experts(used.flatten(0, 1), w1, w2, [tokens] * experts, ones).view(used.shape)
+    return y
+
+
+def of_cast_weights(x: Tensor, w1: Quantized, w2: Quantized, rows: RowRanges) -> Tensor:
+    h = m_grouped_gemm_fp8(quantize_rows(x), w1, rows)
+    return m_grouped_gemm_fp8(quantize_rows(scaled_activation(h, None, rows)), w2, rows)
+
+
+def copy_of(source: Tensor) -> Run:
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def accuracy(shape: Shape) -> dict[str, object]:
+    """|result - fp64| / |fp64| of y and every gradient: in bf16, in FP8, and in FP8 as the reference emulates it."""
+    case = Case(shape)
+    exact = case.exact(torch.float64)
+    errors = {name: errors_of(case.both(name)(), exact) for name in case.layers}
+    with use_family("reference"):
+        errors["fp8, emulated"] = errors_of(case.both("fp8")(), exact)
+    print(f"relative errors at {shape}")
+    for name, each in errors.items():
+        print(f"{name:14}", "  ".join(f"{what} {error:.2e}" for what, error in each.items()), flush=True)
+    return {"shape": shape, "errors": errors}
+
+
+def errors_of(got: list[Tensor], exact: list[Tensor]) -> dict[str, float]:
+    pairs = zip(OUTCOMES, got, exact, strict=True)
+    return {name: float(f"{float((mine.double() - right).norm() / right.norm()):.3e}") for name, mine, right in pairs}
