@@ -6,10 +6,20 @@ import pytest
 import torch
 from conftest import Place, on_hopper
 from inputs import contiguous, masked
-from places import in_every_place
+from places import in_every_place, places
 from torch import Tensor
 
-from grouped_experts.ops import fc1_activation, fc2_dgrad_activation, m_grouped_gemm
+from grouped_experts.ops import (
+    fc1_activation,
+    fc1_activation_fp8,
+    fc2_dgrad_activation,
+    fc2_dgrad_activation_fp8,
+    m_grouped_gemm,
+    m_grouped_gemm_fp8,
+    quantize_blocks,
+    quantize_rows,
+)
+from grouped_experts.ops.reference.quantize import dequantize_rows
 
 LAYOUTS = {"masked": masked([1, 0, 40, 3], 40), "contiguous": contiguous([70, 0, 2, 130], spare=3)}
 by_layout = pytest.mark.parametrize("layout", LAYOUTS)
@@ -50,6 +60,33 @@ def test_the_products_with_an_activation(expected_rows: int, layout: str, place:
     assert torch.equal(dh[owned], dh_expected[owned])
     assert torch.equal(da[owned], da_expected[owned])
     torch.testing.assert_close(dprobs, dprobs_expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("place", places([torch.bfloat16, torch.float16, torch.float32]), indirect=True)
+@by_layout
+@by_hint
+def test_fp8(expected_rows: int, layout: str, place: Place) -> None:
+    ranges = LAYOUTS[layout]
+    rows, experts = ranges.rows(place.device), ranges.num_experts
+    x = quantize_rows(torch.randn(ranges.num_rows, 144, device=place.device))
+    w1, w2 = (quantize_blocks(torch.randn(experts, n, 144, device=place.device)) for n in (256, 128))
+    owned = [row for start, end in ranges.bounds for row in range(start, end)]
+    y, y_expected = (
+        m_grouped_gemm_fp8(x, w1, rows, out_dtype=place.dtype, expected_rows=n) for n in (expected_rows, None)
+    )
+    torch.testing.assert_close(y, y_expected)
+    (h, a), (h_expected, a_expected) = (
+        fc1_activation_fp8(x, w1, rows, h_dtype=place.dtype, expected_rows=n) for n in (expected_rows, None)
+    )
+    (dh, *_, dprobs), (dh_expected, *_, dprobs_expected) = (
+        fc2_dgrad_activation_fp8(x, w2, y_expected, rows, need_columns=False, expected_rows=n)
+        for n in (expected_rows, None)
+    )
+    torch.testing.assert_close(h[owned], h_expected[owned])
+    torch.testing.assert_close(dprobs, dprobs_expected, rtol=1e-4, atol=1e-3)
+    for actual, expected in ((a, a_expected), (dh, dh_expected)):
+        numbers, numbers_expected = dequantize_rows(*actual), dequantize_rows(*expected)
+        torch.testing.assert_close(numbers[owned], numbers_expected[owned], rtol=0.13, atol=0.1)
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grouped_experts.ops.checks import FLOATS, check_device, check_rows, check_shape
+from grouped_experts.ops.checks import FLOATS, check_device, check_expected_rows, check_rows, check_shape
 from grouped_experts.ops.families import FP8, by_family
 from grouped_experts.ops.quantize import Quantized
 from grouped_experts.ops.reference.quantize import num_blocks
@@ -14,7 +14,12 @@ from grouped_experts.rows import FP8_BLOCK, RowRanges
 
 
 def m_grouped_gemm_fp8(
-    x: Quantized, w: Quantized, rows: RowRanges, *, out_dtype: torch.dtype = torch.bfloat16
+    x: Quantized,
+    w: Quantized,
+    rows: RowRanges,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    expected_rows: int | None = None,
 ) -> Tensor:
     """y[r] = x[r] @ w[e].T for the rows r of expert e, of the numbers that x and w stand for; zero for rows of none.
 
@@ -22,14 +27,15 @@ def m_grouped_gemm_fp8(
     w: of `quantize_blocks`, data (E, N, K), scales (E, ceil(N / 128), ceil(K / 128)). y[r] = x[r] @ w[e], as dgrad has
     it, is the product with the transposed cast.
 
-    rows: the rows of every expert. Data e4m3 or e5m2, scales fp32, any strides.
+    rows: the rows of every expert. Data e4m3 or e5m2, scales fp32, any strides. expected_rows: as in `m_grouped_gemm`.
 
     Returns y (T, N) in out_dtype, every 128 of K summed by itself and then in fp32. Not differentiable.
     Raises ValueError for a shape or device, TypeError for a dtype that does not fit.
     """
     check_m_grouped_fp8(x, w, rows)
     check_half_or_float("out_dtype", out_dtype)
-    return m_grouped_gemm_fp8_op(x.data, x.scales, w.data, w.scales, rows.starts, rows.ends, out_dtype, None)
+    expected = check_expected_rows(expected_rows)
+    return m_grouped_gemm_fp8_op(*x, *w, rows.starts, rows.ends, out_dtype, None, expected)
 
 
 def k_grouped_gemm_fp8(
@@ -107,7 +113,7 @@ def check_half_or_float(name: str, dtype: torch.dtype) -> None:
 
 m_grouped_gemm_fp8_op = define_op(
     "m_grouped_gemm_fp8(Tensor x, Tensor x_scales, Tensor w, Tensor w_scales, Tensor starts, Tensor ends,"
-    " ScalarType out_dtype, Tensor? tiles=None) -> Tensor",
+    " ScalarType out_dtype, Tensor? tiles=None, int expected_rows=0) -> Tensor",
     implementation=by_family("m_grouped_gemm_fp8"),
     fake=lambda x, x_scales, w, w_scales, starts, ends, out_dtype, *_: x.new_empty(
         x.shape[0], w.shape[1], dtype=out_dtype

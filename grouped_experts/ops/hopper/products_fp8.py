@@ -18,6 +18,7 @@ from grouped_experts.ops.portable.activations import VALUES
 from grouped_experts.ops.portable.fused_fp8 import quantized_gradients, scaled_activation_quantized
 from grouped_experts.ops.portable.launch import Kernel, cdiv, contiguous, kernel, num_processors, suits_tma
 from grouped_experts.ops.portable.schedule import schedule_of
+from grouped_experts.ops.portable.tiles import row_block
 from grouped_experts.ops.reference.quantize import empty_rows, empty_scales
 from grouped_experts.rows import FP8_BLOCK
 
@@ -110,13 +111,14 @@ def m_grouped_gemm_fp8(
     ends: Tensor,
     out_dtype: torch.dtype,
     tiles: Tensor | None = None,
+    expected_rows: int = 0,
 ) -> Tensor:
     (rows, _), (experts, columns) = x.shape, w.shape[:2]
-    if not is_fast("m_grouped_gemm_fp8", rows, experts, columns, x, w):
-        return portable.m_grouped_gemm_fp8(x, x_scales, w, w_scales, starts, ends, out_dtype, tiles)
+    if not is_fast("m_grouped_gemm_fp8", rows, experts, columns, x, w, expected_rows=expected_rows):
+        return portable.m_grouped_gemm_fp8(x, x_scales, w, w_scales, starts, ends, out_dtype, tiles, expected_rows)
     y = x.new_empty(rows, columns, dtype=out_dtype)
     tile = choose_tile("fp8 product", columns)
-    tiles = schedule_of(tiles, starts, ends, rows)
+    tiles = schedule_of(tiles, starts, ends, rows, expected_rows)
     launch_m_grouped_fp8(x, x_scales, w, w_scales, tiles, tile, columns, m_grouped_fp8(tile, out_dtype), y=y)
     return y
 
@@ -133,6 +135,7 @@ def fc1_activation_fp8(
     h_dtype: torch.dtype,
     power_of_two: bool,
     tiles: Tensor | None = None,
+    expected_rows: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     (rows, _), (experts, width) = x.shape, w.shape[:2]
     columns = width // 2
@@ -144,10 +147,11 @@ def fc1_activation_fp8(
         but = f"{columns} columns are no multiple of {FP8_BLOCK}"
     elif h_dtype == torch.float32:
         but = "h is in float32"
-    if not is_fast("fc1_activation_fp8", rows, experts, columns, x, w, but=but):
-        tiles = schedule_of(tiles, starts, ends, rows)
-        h = m_grouped_gemm_fp8(x, x_scales, w, w_scales, starts, ends, h_dtype, tiles)
-        return h, *scaled_activation_quantized(h, probs, tiles, experts, activation, power_of_two)
+    tiles = schedule_of(tiles, starts, ends, rows, expected_rows)
+    if not is_fast("fc1_activation_fp8", rows, experts, columns, x, w, expected_rows=expected_rows, but=but):
+        h = m_grouped_gemm_fp8(x, x_scales, w, w_scales, starts, ends, h_dtype, tiles, expected_rows)
+        block = row_block(rows, experts, expected_rows)
+        return h, *scaled_activation_quantized(h, probs, tiles, block, experts, activation, power_of_two)
     h = x.new_empty(rows, width, dtype=h_dtype)
     a, a_scales = empty_rows(h[:, :columns], torch.float8_e4m3fn)
     tile = choose_tile("fp8 gated", columns)
@@ -156,7 +160,7 @@ def fc1_activation_fp8(
         x_scales,
         w,
         w_scales,
-        schedule_of(tiles, starts, ends, rows),
+        tiles,
         tile,
         columns,
         fc1_fp8(tile, activation, power_of_two),
@@ -186,9 +190,12 @@ def fc2_dgrad_activation_fp8(
     need_a: bool,
     need_dprobs: bool,
     tiles: Tensor | None = None,
+    expected_rows: int = 0,
 ) -> tuple[Tensor, ...]:
-    tiles = schedule_of(tiles, starts, ends, dy.shape[0])
-    da = m_grouped_gemm_fp8(dy, dy_scales, w, w_scales, starts, ends, torch.float32, tiles)
+    tiles = schedule_of(tiles, starts, ends, dy.shape[0], expected_rows)
+    da = m_grouped_gemm_fp8(dy, dy_scales, w, w_scales, starts, ends, torch.float32, tiles, expected_rows)
+    block = row_block(dy.shape[0], starts.shape[0], expected_rows)
     return quantized_gradients(
-        da, h, starts, ends, probs, activation, dtype, power_of_two, need_rows, need_columns, need_a, need_dprobs, tiles
-    )
+        da, h, starts, ends, probs, activation, dtype, power_of_two, need_rows, need_columns, need_a, need_dprobs,
+        tiles, block
+    )  # fmt: skip

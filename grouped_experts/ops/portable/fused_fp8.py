@@ -190,23 +190,26 @@ def fc1_activation_fp8(
     h_dtype: torch.dtype,
     power_of_two: bool,
     tiles: Tensor | None = None,
+    expected_rows: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, experts = x.shape[0], starts.shape[0]
-    tiles = schedule_of(tiles, starts, ends, rows)
-    h = m_grouped_gemm_fp8(x, x_scales, fc1_weight, fc1_weight_scales, starts, ends, h_dtype, tiles)
-    return h, *scaled_activation_quantized(h, probs, tiles, experts, activation, power_of_two)
+    tiles = schedule_of(tiles, starts, ends, rows, expected_rows)
+    h = m_grouped_gemm_fp8(
+        x, x_scales, fc1_weight, fc1_weight_scales, starts, ends, h_dtype, tiles, expected_rows
+    )  # fmt: skip
+    tile = row_block(rows, experts, expected_rows)
+    return h, *scaled_activation_quantized(h, probs, tiles, tile, experts, activation, power_of_two)
 
 
 def scaled_activation_quantized(
-    h: Tensor, probs: Tensor | None, tiles: Tensor, num_experts: int, activation: str, power_of_two: bool
+    h: Tensor, probs: Tensor | None, tiles: Tensor, tile: int, num_experts: int, activation: str, power_of_two: bool
 ) -> tuple[Tensor, Tensor]:
-    """a = p * act(h), rounded as h and cast to e4m3 by rows; tiles: the schedule of all products of those rows."""
+    """a = p * act(h), rounded as h and cast to e4m3 by rows; tiles: a schedule of `tile` rows each."""
     gated = get_activation(activation).gated
     columns = h.shape[1] // 2 if gated else h.shape[1]
     data, scales = empty_rows(h[:, :columns], E4M3)
     if data.numel():
-        rows = h.shape[0]
-        tile, at_a_time = row_block(rows, num_experts), 16
+        rows, at_a_time = h.shape[0], 16
         kernel(
             scaled_activation_quantized_kernel,
             ACT=activations.VALUES[activation],
@@ -247,12 +250,17 @@ def fc2_dgrad_activation_fp8(
     need_a: bool,
     need_dprobs: bool,
     tiles: Tensor | None = None,
+    expected_rows: int = 0,
 ) -> tuple[Tensor, ...]:
-    tiles = schedule_of(tiles, starts, ends, dy.shape[0])
-    da = m_grouped_gemm_fp8(dy, dy_scales, fc2_weight, fc2_weight_scales, starts, ends, torch.float32, tiles)
+    tiles = schedule_of(tiles, starts, ends, dy.shape[0], expected_rows)
+    da = m_grouped_gemm_fp8(
+        dy, dy_scales, fc2_weight, fc2_weight_scales, starts, ends, torch.float32, tiles, expected_rows
+    )  # fmt: skip
+    tile = row_block(dy.shape[0], starts.shape[0], expected_rows)
     return quantized_gradients(
-        da, h, starts, ends, probs, activation, dtype, power_of_two, need_rows, need_columns, need_a, need_dprobs, tiles
-    )
+        da, h, starts, ends, probs, activation, dtype, power_of_two, need_rows, need_columns, need_a, need_dprobs,
+        tiles, tile
+    )  # fmt: skip
 
 
 def quantized_gradients(
@@ -269,8 +277,9 @@ def quantized_gradients(
     need_a: bool,
     need_dprobs: bool,
     tiles: Tensor,
+    tile: int,
 ) -> tuple[Tensor, ...]:
-    """What becomes of da (T, I) in fp32: all results of `fc2_dgrad_activation_fp8`."""
+    """What becomes of da (T, I) in fp32: all results of `fc2_dgrad_activation_fp8`. tiles: of `tile` rows each."""
     (rows, columns), experts = da.shape, starts.shape[0]
     needed = need_rows, need_columns, need_a, need_dprobs
     made = empty_gradients(h, columns, experts, dtype, *needed)
@@ -279,7 +288,7 @@ def quantized_gradients(
     gated = get_activation(activation).gated
     if gated and columns % FP8_BLOCK:
         return _with_blocks_of_both_parts(da, h, probs, starts, ends, activation, dtype, power_of_two, made, *needed)
-    blocks, tile = cdiv(columns, FP8_BLOCK), row_block(rows, experts)
+    blocks = cdiv(columns, FP8_BLOCK)
     partials = h.new_empty(blocks, rows, dtype=torch.float32) if need_dprobs else None
     dh, dh_scales, dh_columns, dh_column_scales, a, a_scales, _ = made
     kernel(

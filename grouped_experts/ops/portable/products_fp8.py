@@ -160,11 +160,12 @@ def m_grouped_gemm_fp8(
     ends: Tensor,
     out_dtype: torch.dtype,
     tiles: Tensor | None = None,
+    expected_rows: int = 0,
 ) -> Tensor:
     (num_rows, depth), (experts, columns) = x.shape, w.shape[:2]
     y = x.new_empty(num_rows, columns, dtype=out_dtype)
-    tiles = schedule_of(tiles, starts, ends, num_rows)
-    block_m = row_block(num_rows, experts)
+    tiles = schedule_of(tiles, starts, ends, num_rows, expected_rows)
+    block_m = row_block(num_rows, experts, expected_rows)
     block_n = NARROW if block_m == 128 else FP8_BLOCK
     programs = min(2 * num_processors(x.device), (tiles.shape[0] - 1) * cdiv(columns, block_n))
     if not y.numel() or not programs:

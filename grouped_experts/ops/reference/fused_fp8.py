@@ -24,6 +24,7 @@ def fc1_activation_fp8(
     h_dtype: torch.dtype,
     power_of_two: bool,
     tiles: Tensor | None = None,
+    expected_rows: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """h = x W1_e^T, rounded; a = p * act(h), rounded as h and cast by rows. Both undefined in rows of no expert."""
     h = m_grouped_gemm_fp8(x, x_scales, fc1_weight, fc1_weight_scales, starts, ends, h_dtype)
@@ -47,6 +48,7 @@ def fc2_dgrad_activation_fp8(
     need_a: bool,
     need_dprobs: bool,
     tiles: Tensor | None = None,
+    expected_rows: int = 0,
 ) -> tuple[Tensor, ...]:
     """da = dy W2_e, W2_e transposed and da in fp32; dh = act'(h) (p * da) and a = p * act(h), rounded as h.
 

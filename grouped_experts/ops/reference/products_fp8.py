@@ -20,6 +20,7 @@ def m_grouped_gemm_fp8(
     ends: Tensor,
     out_dtype: torch.dtype,
     tiles: Tensor | None = None,
+    expected_rows: int = 0,
 ) -> Tensor:
     """y[r] = x[r] @ w[e].T for the rows r of expert e; zero for rows of none."""
     x, w = dequantize_rows(x, x_scales), dequantize_blocks(w, w_scales)
