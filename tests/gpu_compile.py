@@ -239,10 +239,12 @@ def launch_fp8(dtype: torch.dtype) -> None:
     for fp8_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         for power_of_two in (False, True):
             x = torch.empty(experts * 200, depth, dtype=dtype)
+            sent = reference.quantize_rows(x.float(), fp8_dtype, power_of_two)
             for transpose in (False, True):
                 portable.quantize_blocks(w, fp8_dtype, power_of_two, transpose)
             portable.quantize_columns(x, ends, ends, fp8_dtype, power_of_two)
             portable.quantize_rows(x, fp8_dtype, power_of_two)
+            portable.quantize_columns(sent[0], ends, ends, fp8_dtype, power_of_two, sent[1])
             portable.quantize_rows_and_columns(x, ends, ends, fp8_dtype, power_of_two)
         weight = reference.quantize_blocks(w.float(), torch.float8_e4m3fn, False, False)
         for rows in (8, 24, 60, 200):

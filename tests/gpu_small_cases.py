@@ -29,9 +29,13 @@ from layer import by_layer, by_loop
 from torch import Tensor
 
 from grouped_experts import GroupedMLP, RowRanges, routed_experts
+from grouped_experts.activations import ACTIVATIONS
 from grouped_experts.ops import (
+    Quantized,
     fc1_activation,
+    fc1_activation_fp8,
     fc2_dgrad_activation,
+    fc2_dgrad_activation_fp8,
     k_grouped_gemm,
     k_grouped_gemm_accumulate,
     k_grouped_gemm_fp8,
@@ -264,9 +268,39 @@ def in_fp8(layout: Layout, columns: int, depth: int, device: str) -> None:
         exact[e] = left[:, row:behind] @ right[:, row:behind].t()
         row = behind
     close("k_grouped_fp8", k_grouped_gemm_fp8(of_dy, of_columns, rows_), exact, BF16)
+    again = dequantize_rows(*quantize_columns(of_rows, rows_)).cpu()
+    sent = quantize_columns(Quantized(*(t.cpu() for t in of_rows)), rows)
+    padded_rows = sum(-(-(end - start) // 128) * 128 for start, end in layout.bounds)
+    assert torch.equal(again[:, :padded_rows], dequantize_rows(*sent)[:, :padded_rows])
+    for activation, inner in (("swiglu", columns), ("swiglu", 256), ("squared_relu", columns)):
+        fused_in_fp8(of_rows, layout, activation, inner, device)
     total = torch.ones(layout.num_experts, columns, depth, device=device)
     k_grouped_gemm_fp8_accumulate(total, of_dy, of_columns, rows_)
     close("k_grouped_fp8, accumulated", total, exact + 1, BF16)
+
+
+def fused_in_fp8(x: Quantized, layout: Layout, activation: str, inner: int, device: str) -> None:
+    """A product, the activation and the casts: the casts bit for bit as of what is made one by one."""
+    rows, owned = layout.rows(device), [row for start, end in layout.bounds for row in range(start, end)]
+    width, depth = ACTIVATIONS[activation].width(inner), x.data.shape[1]
+    w1, w2 = (
+        quantize_blocks(randn(layout.num_experts, n, depth, dtype=BF16, device=device) / depth**0.5)
+        for n in (width, inner)
+    )
+    probs = random_rows(layout, dtype=FP32, device=device)
+    h, a = fc1_activation_fp8(x, w1, rows, probs, activation=activation)
+    expected = dequantize_rows(*quantize_rows(scaled_activation(h, probs, rows, activation=activation)))
+    assert torch.equal(dequantize_rows(*a)[owned], expected[owned])
+    by_rows, by_columns, a, dprobs = fc2_dgrad_activation_fp8(x, w2, h, rows, probs, activation=activation)
+    da = m_grouped_gemm_fp8(x, w2, rows, out_dtype=FP32)
+    backward = torch.ops.grouped_experts.scaled_activation_backward
+    dh, a_again, dp = backward(da, h, probs, rows.starts, rows.ends, activation)
+    assert torch.equal(dequantize_rows(*by_rows)[owned], dequantize_rows(*quantize_rows(dh))[owned])
+    padded_rows = sum(-(-(end - start) // 128) * 128 for start, end in layout.bounds)
+    for actual, numbers in ((by_columns, dh), (a, a_again.to(BF16))):
+        expected = dequantize_rows(*quantize_columns(numbers, rows))
+        assert torch.equal(dequantize_rows(*actual)[:, :padded_rows], expected[:, :padded_rows])
+    close("dprobs of fc2_dgrad_activation_fp8", dprobs, dp.cpu().double(), FP32)
 
 
 def main(device: str = "cuda") -> None:

@@ -165,6 +165,21 @@ def test_columns(layout: Layout, power_of_two: bool, dtype: torch.dtype, place: 
     assert torch.equal(bits(of_rows.data[owned]), bits(expected[0]))
 
 
+@in_every_place
+@by_dtype
+def test_columns_of_rows_that_are_cast(dtype: torch.dtype, place: Place) -> None:
+    """As of the numbers that they stand for; scales of any strides."""
+    x, rows = spread(LARGE.num_rows, 140, place=place), LARGE.rows(place.device)
+    x[LARGE.unowned()] = torch.nan
+    sent = quantize_rows(x, dtype=dtype)
+    expected = quantize_columns(dequantize_rows(*sent), rows)
+    blocks = sum(-(-(end - start) // 128) for start, end in LARGE.bounds)
+    for scales in (sent.scales, sent.scales.contiguous()):
+        actual = quantize_columns(Quantized(sent.data, scales), rows)
+        assert torch.equal(bits(actual.data[:, : 128 * blocks]), bits(expected.data[:, : 128 * blocks]))
+        assert torch.equal(actual.scales[:, :blocks], expected.scales[:, :blocks])
+
+
 def test_no_scale_crosses_experts() -> None:
     """Rows of an expert a million times as large leave those of its neighbour as they would be alone."""
     counts = [44, 3, 0, 81]
@@ -276,6 +291,11 @@ BAD: dict[str, tuple[Callable[[Tensor], object], type[Exception], str]] = {
         lambda x: quantize_rows(x, dtype=torch.int8),
         TypeError,
         "dtype: wanted float8_e4m3fn or float8_e5m2, got",
+    ),
+    "scales": (
+        lambda x: quantize_columns(quantize_rows(x)._replace(scales=x), RowRanges.contiguous([4])),
+        ValueError,
+        r"x.scales: wanted shape \(T, ceil\(K / 128\)\) = \(4, 1\), got \(4, 3\)",
     ),
     "rows": (lambda x: quantize_columns(x, [2, 2]), TypeError, "rows: wanted a RowRanges, got list"),
 }

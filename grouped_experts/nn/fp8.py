@@ -27,6 +27,7 @@ from grouped_experts.ops.quantize import (
     quantize_rows_and_columns_op,
     quantize_rows_op,
 )
+from grouped_experts.ops.reference.quantize import dequantize_rows
 from grouped_experts.rows import RowRanges
 
 E4M3 = torch.float8_e4m3fn  # of activations and weights
@@ -54,8 +55,11 @@ class FP8Recipe:
         if self.gradient_dtype not in FP8:
             raise TypeError(f"gradient_dtype: wanted float8_e4m3fn or float8_e5m2, got {self.gradient_dtype}")
 
-    def products(self, x: Tensor, dtype: torch.dtype) -> FP8Products:
-        """For that x. Raises TypeError for fp64, RuntimeError for a GPU without FP8 unless `emulate` says so."""
+    def products(self, x: Tensor, dtype: torch.dtype, weights: QuantizedWeights | None = None) -> FP8Products:
+        """For that x, with weights that are cast already or are to be.
+
+        Raises TypeError for fp64, RuntimeError for a GPU without FP8 unless `emulate` says so.
+        """
         if dtype == torch.float64:
             raise TypeError("x: wanted a dtype of bfloat16, float16, float32 for products in FP8, got float64")
         if not (self.emulate or knows_fp8(x.device)):
@@ -63,7 +67,7 @@ class FP8Recipe:
             raise RuntimeError(
                 f"precision: wanted a GPU with FP8 (sm_89 or later) or FP8Recipe(emulate=True), got {name}"
             )
-        return FP8Products(dtype, self)
+        return FP8Products(dtype, self, weights)
 
 
 def recipe_of(precision: str | FP8Recipe | None) -> FP8Recipe | None:
@@ -72,6 +76,29 @@ def recipe_of(precision: str | FP8Recipe | None) -> FP8Recipe | None:
     if precision != "fp8":
         raise ValueError(f"precision: wanted None, 'fp8' or an FP8Recipe, got {precision!r}")
     return FP8Recipe()
+
+
+class QuantizedWeights(NamedTuple):
+    """The casts of a layer's weights, of `GroupedMLP.quantize_weights`: as forward and, transposed, as dgrad take them.
+
+    They stay what they are until they are told otherwise.
+    """
+
+    fc1_weight: Quantized
+    fc1_weight_transposed: Quantized
+    fc2_weight: Quantized
+    fc2_weight_transposed: Quantized
+
+
+@torch.no_grad()
+def quantize_weights(fc1_weight: Tensor, fc2_weight: Tensor, recipe: FP8Recipe) -> QuantizedWeights:
+    return QuantizedWeights(
+        *(
+            Quantized(*quantize_blocks_op(weight, E4M3, recipe.power_of_two_scales, transpose))
+            for weight in (fc1_weight, fc2_weight)
+            for transpose in (False, True)
+        )
+    )
 
 
 class Columns(NamedTuple):
@@ -88,25 +115,35 @@ class Casts(NamedTuple):
     by_columns: Columns
 
 
-Operand = Tensor | Columns
+Operand = Tensor | Quantized | Columns  # a Quantized is cast by rows
 
 
 @dataclass(frozen=True)
 class FP8Products(Products):
     """h, y and dx are in `dtype`; operands are cast from it, weights from their own dtype, at every call.
 
-    a leaves fc1 as a Quantized, and what wgrad takes in FP8 leaves fc2's dgrad as `Columns`, dh as `Casts`. With an
-    index dy stays as it is, since it would be copied for every choice of a token.
+    weights: the weights' casts, to be taken instead. x may be a Quantized; a leaves fc1 as one, and what wgrad takes in
+    FP8 leaves fc2's dgrad as `Columns`, dh as `Casts`. With an index dy stays as it is, since it would be copied for
+    every choice of a token.
     """
 
     recipe: FP8Recipe
+    weights: QuantizedWeights | None = None
     copies_rows: ClassVar[bool] = True
 
     def fc1_activation(
-        self, x: Tensor, weight: Tensor, rows: Rows, bias: Tensor | None, probs: Tensor | None, activation: str
+        self,
+        x: Tensor | Quantized,
+        weight: Tensor,
+        rows: Rows,
+        bias: Tensor | None,
+        probs: Tensor | None,
+        activation: str,
     ) -> tuple[Tensor, Quantized]:
         scales = self.recipe.power_of_two_scales
-        operands = *self._by_rows(_gathered(x, rows.row_index), E4M3), *self._weight(weight)
+        x = _gathered_x(x, rows.row_index)
+        x = x if isinstance(x, Quantized) else self._by_rows(x, E4M3)
+        operands = *x, *self._weight("fc1_weight", weight)
         h, *a = fc1_activation_fp8_op(
             *operands, rows.starts, rows.ends, probs, activation, self.dtype, scales, rows.tiles
         )  # fmt: skip
@@ -115,7 +152,7 @@ class FP8Products(Products):
     def fc2(
         self, a: Quantized, weight: Tensor, rows: Rows, bias: Tensor | None, probs: Tensor | None, zero_gaps: bool
     ) -> Tensor:
-        return self._product(a, self._weight(weight), rows, self.dtype)
+        return self._product(a, self._weight("fc2_weight", weight), rows, self.dtype)
 
     def fc2_dgrad_activation(
         self,
@@ -136,7 +173,7 @@ class FP8Products(Products):
             left = Columns(data, column_scales)
         else:
             by_rows = self._by_rows(_gathered(dy, index), dtype)
-        w = self._weight(weight, transpose=True)
+        w = self._weight("fc2_weight", weight, transpose=True)
         if not self.recipe.fp8_wgrad and (wanted.fc1_weight or wanted.fc2_weight):
             da = self._product(by_rows, w, rows, torch.float32)
             dh, a, dprobs = scaled_activation_backward_op(da, h, probs, starts, ends, activation)
@@ -149,7 +186,7 @@ class FP8Products(Products):
 
     def fc1_dgrad(self, dh: Tensor | Casts, weight: Tensor, rows: Rows, zero_gaps: bool) -> Tensor:
         operand = dh.by_rows if isinstance(dh, Casts) else self._by_rows(dh, self.recipe.gradient_dtype)
-        return self._product(operand, self._weight(weight, transpose=True), rows, self.dtype)
+        return self._product(operand, self._weight("fc1_weight", weight, transpose=True), rows, self.dtype)
 
     def weight_gradient(
         self,
@@ -161,6 +198,7 @@ class FP8Products(Products):
         right_index: Tensor | None = None,
     ) -> Gradient:
         if not self.recipe.fp8_wgrad:
+            right = dequantize_rows(*right).to(self.dtype) if isinstance(right, Quantized) else right
             return super().weight_gradient(left, right, rows, dtype, left_index, right_index)
         left = left.by_columns if isinstance(left, Casts) else left
         return FP8WeightGradient(left, right, rows, dtype, left_index, right_index, self.recipe)
@@ -168,7 +206,10 @@ class FP8Products(Products):
     def _by_rows(self, x: Tensor, dtype: torch.dtype) -> Quantized:
         return Quantized(*quantize_rows_op(x, dtype, self.recipe.power_of_two_scales))
 
-    def _weight(self, weight: Tensor, transpose: bool = False) -> Quantized:
+    def _weight(self, name: str, weight: Tensor, transpose: bool = False) -> Quantized:
+        if self.weights is not None:
+            cast_already: Quantized = getattr(self.weights, f"{name}_transposed" if transpose else name)
+            return cast_already
         return Quantized(*quantize_blocks_op(weight, E4M3, self.recipe.power_of_two_scales, transpose))
 
     def _product(self, x: Quantized, w: Quantized, rows: Rows, out_dtype: torch.dtype) -> Tensor:
@@ -194,7 +235,7 @@ class FP8WeightGradient:
         k_grouped_gemm_fp8_accumulate_op(total, *self._operands(), self.rows.starts, self.rows.ends)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        operands = (each if isinstance(each, Columns) else (each,) for each in (self.left, self.right))
+        operands = ((each,) if isinstance(each, Tensor) else each for each in (self.left, self.right))
         indices = (index for index in (self.left_index, self.right_index) if index is not None)
         return *itertools.chain(*operands), self.rows.starts, self.rows.ends, *indices
 
@@ -205,9 +246,20 @@ class FP8WeightGradient:
     def _columns(self, operand: Operand, index: Tensor | None, dtype: torch.dtype) -> Columns:
         if isinstance(operand, Columns):
             return operand
+        operand = _gathered_x(operand, index)
+        x, x_scales = operand if isinstance(operand, Quantized) else (operand, None)
         starts, ends, scales = self.rows.starts, self.rows.ends, self.recipe.power_of_two_scales
-        return Columns(*quantize_columns_op(_gathered(operand, index), starts, ends, dtype, scales))
+        return Columns(*quantize_columns_op(x, starts, ends, dtype, scales, x_scales))
 
 
 def _gathered(x: Tensor, row_index: Tensor | None) -> Tensor:
     return x if row_index is None else gather_rows_op(x, row_index)
+
+
+def _gathered_x(x: Tensor | Quantized, row_index: Tensor | None) -> Tensor | Quantized:
+    if row_index is None:
+        return x
+    if isinstance(x, Tensor):
+        return _gathered(x, row_index)
+    bits = _gathered(x.data.view(torch.uint8), row_index)
+    return Quantized(bits.view(x.data.dtype), _gathered(x.scales, row_index))

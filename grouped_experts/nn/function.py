@@ -30,6 +30,7 @@ from grouped_experts.nn.deferred import BiasGradient, PendingGradient, WgradQueu
 from grouped_experts.nn.products import Products, Rows, Wanted, cast
 from grouped_experts.ops.activation import scaled_activation_op
 from grouped_experts.ops.permute import Routing, gather_rows_op, permute_op, unpermute_op, unpermute_with_values_op
+from grouped_experts.ops.quantize import Quantized
 from grouped_experts.ops.schedule import tile_schedule_op
 from grouped_experts.registration import below_autograd
 from grouped_experts.rows import GATHERED_COLUMNS, RowRanges, num_rows
@@ -62,10 +63,11 @@ class Needs(NamedTuple):
 class Saved(NamedTuple):
     """What the forward leaves for the backward, each None where no gradient that is wanted needs it.
 
-    probs: of every row. slot_to_row, row_index: of a routed layer, else None.
+    x_scales: of an x that came in FP8. probs: of every row. slot_to_row, row_index: of a routed layer, else None.
     """
 
     x: Any
+    x_scales: Tensor | None
     h: Any
     probs: Tensor | None
     fc1_weight: Any
@@ -106,9 +108,9 @@ class Deferral:
 class GroupedMLPFunction(torch.autograd.Function):
     """y = apply(x, probs, fc1_weight, ..., fc2_bias, anchor, rows, tiles, routing, activation, products, deferral).
 
-    x (T, H), probs (T,) or None, weights as in `Weights`, rows a RowRanges, tiles their schedule or None, products a
-    `Products`, which says how they are computed and in which dtype. routing: None, or where the slots of T tokens went;
-    probs are (T, k) or None then, y is (T, H).
+    x (T, H), or a Quantized, which gets no gradient; probs (T,) or None, weights as in `Weights`, rows a RowRanges,
+    tiles their schedule or None, products a `Products`, which says how they are computed and in which dtype. routing:
+    None, or where the slots of T tokens went; probs are (T, k) or None then, y is (T, H).
     With a deferral the weights come detached, their gradients go to its queue, and `anchor`, an empty tensor that
     requires a gradient, keeps y in the graph even if neither x nor probs requires one.
     Saved: x, h, probs, the ranges (on a GPU also as tiles, a byte a row) and the weights, each only where a wanted
@@ -118,7 +120,7 @@ class GroupedMLPFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
+        x: Tensor | Quantized,
         probs: Tensor | None,
         fc1_weight: Tensor,
         fc2_weight: Tensor,
@@ -159,7 +161,7 @@ class GroupedMLPFunction(torch.autograd.Function):
 
 
 def apply_experts(
-    x: Tensor,
+    x: Tensor | Quantized,
     probs: Tensor | None,
     rows: RowRanges,
     tiles: Tensor | None,
@@ -178,7 +180,7 @@ def apply_experts(
 
 def _forward(
     ctx: Any,
-    x: Tensor,
+    x: Tensor | Quantized,
     probs: Tensor | None,
     weights: Weights,
     rows: RowRanges,
@@ -191,7 +193,7 @@ def _forward(
     """y, with what the wanted gradients need saved in ctx."""
     need_x, need_probs = ctx.needs_input_grad[:2]
     needs = Needs(*ctx.needs_input_grad[2:6]) if deferral is None else deferral.weights.need_grad()
-    x_in = cast(x, products.dtype)
+    x_in, x_scales = x if isinstance(x, Quantized) else (cast(x, products.dtype), None)
     fc1_weight, fc2_weight, fc1_bias, fc2_bias = weights
     starts, ends = rows.starts, rows.ends
     slot_to_row = row_index = None
@@ -199,9 +201,10 @@ def _forward(
         slot_to_row, row_index = routing.slot_to_row, routing.row_to_token()
         probs = None if probs is None else _rows_of_slots(probs, routing)
     if tiles is None:
-        tiles = tile_schedule_op(starts, ends, num_rows(x, row_index), products.dtype)
+        tiles = tile_schedule_op(starts, ends, num_rows(x_in, row_index), products.dtype)
     of_products = Rows(starts, ends, tiles, row_index)
-    h, a = products.fc1_activation(x_in, fc1_weight, of_products, fc1_bias, probs, activation)
+    operand = x_in if x_scales is None else Quantized(x_in, x_scales)
+    h, a = products.fc1_activation(operand, fc1_weight, of_products, fc1_bias, probs, activation)
     y = products.fc2(a, fc2_weight, of_products.themselves(), fc2_bias, probs, routing is None)
     if routing is not None:
         y = unpermute_op(y, slot_to_row, row_index)
@@ -210,6 +213,7 @@ def _forward(
     need_da = need_dh or need_probs
     saved = Saved(
         x=x_in if needs.fc1_weight else None,
+        x_scales=x_scales if needs.fc1_weight else None,
         h=h if need_da or needs.fc2_weight else None,
         probs=probs if need_da or needs.fc2_weight or needs.fc2_bias else None,
         fc1_weight=fc1_weight if need_x else None,
@@ -223,7 +227,8 @@ def _forward(
     )
     ctx.save_for_backward(*saved)
     ctx.needs, ctx.need_dh, ctx.need_da = needs, need_dh, need_da
-    ctx.x_dtype, ctx.products, ctx.activation, ctx.deferral = x.dtype, products, activation, deferral
+    ctx.x_dtype = None if isinstance(x, Quantized) else x.dtype
+    ctx.products, ctx.activation, ctx.deferral = products, activation, deferral
     ctx.weight_dtypes = tuple(None if w is None else w.dtype for w in weights)
     return y
 
@@ -238,10 +243,11 @@ def _rows_of_slots(probs: Tensor, routing: Routing) -> Tensor:
 
 def _backward(ctx: Any, dy: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor | None, list[PendingGradient]]:
     """dx, dprobs, and the wanted weight gradients as work to be done, fc2 before fc1."""
-    x, h, probs, fc1_weight, fc2_weight, fc2_bias, starts, ends, tiles, slot_to_row, row_index = saved
+    x, x_scales, h, probs, fc1_weight, fc2_weight, fc2_bias, starts, ends, tiles, slot_to_row, row_index = saved
     if ctx.deferral is not None:  # what waits keeps no graph alive
         detached: Any = (None if t is None else t.detach() for t in (dy, x, probs))
         dy, x, probs = detached
+    fc1_right = x if x_scales is None else Quantized(x, x_scales)
     needs, products, rows, dy_index = ctx.needs, ctx.products, RowRanges(starts, ends), row_index
     of_products = Rows(starts, ends, tiles)
     need_x, need_probs = ctx.needs_input_grad[:2]
@@ -283,7 +289,7 @@ def _backward(ctx: Any, dy: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor
         bias_gradient = BiasGradient(dy, probs, rows, fc2_bias_dtype, dy_index)
         pending.append(PendingGradient("fc2_bias", live.fc2_bias, bias_gradient))
     if needs.fc1_weight:
-        gradient = products.weight_gradient(dh, x, rows, fc1_dtype, None, row_index)
+        gradient = products.weight_gradient(dh, fc1_right, rows, fc1_dtype, None, row_index)
         pending.append(PendingGradient("fc1_weight", live.fc1_weight, gradient))
     if needs.fc1_bias:
         pending.append(PendingGradient("fc1_bias", live.fc1_bias, BiasGradient(dh, None, rows, fc1_bias_dtype)))

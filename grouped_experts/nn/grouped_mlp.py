@@ -11,12 +11,21 @@ from torch import Tensor, nn
 from grouped_experts.activations import get_activation
 from grouped_experts.nn.deferred import WgradQueue, deliver
 from grouped_experts.nn.few_tokens import apply_to_few_tokens, is_of_few_tokens
-from grouped_experts.nn.fp8 import FP8Recipe, recipe_of
+from grouped_experts.nn.fp8 import FP8Recipe, QuantizedWeights, quantize_weights, recipe_of
 from grouped_experts.nn.function import Deferral, Weights, apply_experts
-from grouped_experts.nn.inputs import check_choices, check_weights, compute_dtype, is_dtensor, routed_ranges
+from grouped_experts.nn.inputs import (
+    check_choices,
+    check_quantized_weights,
+    check_quantized_x,
+    check_weights,
+    compute_dtype,
+    is_dtensor,
+    routed_ranges,
+)
 from grouped_experts.nn.products import Products
 from grouped_experts.ops.checks import check_float, check_row_vector, check_rows, check_shape
 from grouped_experts.ops.permute import Routing
+from grouped_experts.ops.quantize import Quantized
 from grouped_experts.ops.schedule import scheduled_ranges
 from grouped_experts.rows import Counts, RowRanges
 
@@ -89,7 +98,12 @@ class GroupedMLP(nn.Module):
                 bias.uniform_(-bound, bound)
 
     def forward(
-        self, x: Tensor, tokens_per_expert: Counts | RowRanges | Routing, probs: Tensor | None = None
+        self,
+        x: Tensor | Quantized,
+        tokens_per_expert: Counts | RowRanges | Routing,
+        probs: Tensor | None = None,
+        *,
+        weights: QuantizedWeights | None = None,
     ) -> Tensor:
         """x (T, H), its rows sorted by expert, or (E, C, H) with capacity C (masked layout) -> y, the shape of x.
 
@@ -101,26 +115,37 @@ class GroupedMLP(nn.Module):
         With a Routing (`grouped_experts.ops.route`), x (T, H) are tokens in any order and probs (T, k) those of their
         choices: y_t = sum_j p_tj MLP_e(x_t) over the experts e that the token chose, as `routed_experts` does it.
 
+        With a precision, x may be in FP8 already, as dispatchers send it: a Quantized, data (T, H) and scales (T,
+        ceil(H / 128)), or (E, C, ..). It gets no gradient; fc1_weight's casts by columns the numbers that it stands
+        for. y is in bf16 then, in fp16 with weights of fp16, or in autocast's dtype.
+        weights: of `quantize_weights`, with a precision; without, the layer's weights are cast at every call.
+
         Under autocast, computes in and returns autocast's dtype (but for fp64). Outside, in the dtype of x, to which
         weights of a wider dtype are converted; their gradients come in their own dtype.
         Raises ValueError for counts, shapes or devices and TypeError for dtypes that do not fit.
         """
-        weights = Weights(self.fc1_weight, self.fc2_weight, self.fc1_bias, self.fc2_bias)
-        check_float("x", x)
+        own = Weights(self.fc1_weight, self.fc2_weight, self.fc1_bias, self.fc2_bias)
+        given_x, x = x, x.data if isinstance(x, Quantized) else x
+        if isinstance(given_x, Quantized):
+            check_quantized_x(given_x, self.precision)
+        else:
+            check_float("x", x)
         masked = x.dim() == 3 and not isinstance(tokens_per_expert, Routing)
         check_shape("x", x, self._shape_of_x(masked), "(E, C, H)" if masked else "(T, H)")
-        x_rows = x.flatten(0, 1) if masked else x
-        check_weights(weights, self.activation, self.num_experts, self.hidden_size, self.intermediate_size, like=x)
-        dtype = compute_dtype(x, weights)
-        products = Products(dtype) if self.precision is None else self.precision.products(x, dtype)
+        x_rows = _rows_of(given_x) if masked else given_x
+        check_weights(own, self.activation, self.num_experts, self.hidden_size, self.intermediate_size, like=x)
+        dtype = compute_dtype(given_x, own)
+        if weights is not None:
+            check_quantized_weights(weights, own, self.precision)
+        products = Products(dtype) if self.precision is None else self.precision.products(x, dtype, weights)
         if isinstance(tokens_per_expert, Routing):
             routing = tokens_per_expert
             if routing.num_experts != self.num_experts:
                 raise ValueError(f"routing: wanted one of {self.num_experts} experts, got one of {routing.num_experts}")
             check_choices(routing.slot_to_row, x, probs, "routing.slot_to_row", "probs")
             ids = routing.top_k_ids if self.precision is None else None  # in FP8 few tokens are as many
-            if ids is not None and is_of_few_tokens(x, ids, probs, weights):
-                return apply_to_few_tokens(x, ids, probs, weights, self.activation, dtype)
+            if ids is not None and is_of_few_tokens(x, ids, probs, own):
+                return apply_to_few_tokens(x, ids, probs, own, self.activation, dtype)
             rows, tiles = routed_ranges(routing, dtype)
         else:
             routing = None
@@ -128,20 +153,20 @@ class GroupedMLP(nn.Module):
                 check_float("probs", probs)
                 check_shape("probs", probs, tuple(x.shape[:-1]), "(E, C)" if masked else "(T,)")
                 probs = probs.flatten() if masked else probs
-                check_row_vector("probs", probs, x_rows.shape[0], like=x)
-            rows, tiles = self._row_ranges(x, tokens_per_expert, x_rows.shape[0], dtype)
+                check_row_vector("probs", probs, x.shape[:-1].numel(), like=x)
+            rows, tiles = self._row_ranges(x, tokens_per_expert, x.shape[:-1].numel(), dtype)
         given = (x_rows, probs, rows, tiles, routing)
-        if self.defer_wgrad and torch.is_grad_enabled() and any(weights.need_grad()):
+        if self.defer_wgrad and torch.is_grad_enabled() and any(own.need_grad()):
             # The queue is a side effect. Not as a decorator: that loads the compiler, and Triton, at import (1 s).
             run = torch.compiler.disable(self._deferred) if torch.compiler.is_compiling() else self._deferred
-            y = run(*given, weights, products)
+            y = run(*given, own, products)
         else:
-            y = apply_experts(*given, weights, self.activation, products)
+            y = apply_experts(*given, own, self.activation, products)
         return y.view(x.shape) if masked else y  # no view where none is needed: y may be changed in place
 
     def _deferred(
         self,
-        x: Tensor,
+        x: Tensor | Quantized,
         probs: Tensor | None,
         rows: RowRanges,
         tiles: Tensor | None,
@@ -151,7 +176,7 @@ class GroupedMLP(nn.Module):
     ) -> Tensor:
         detached = weights.detached()
         deferral = Deferral(self._wgrad_queue, weights)
-        anchor = deferral.anchor(x.device)
+        anchor = deferral.anchor(rows.starts.device)
         return apply_experts(x, probs, rows, tiles, routing, detached, self.activation, products, anchor, deferral)
 
     def _shape_of_x(self, masked: bool) -> tuple[int | None, ...]:
@@ -173,6 +198,25 @@ class GroupedMLP(nn.Module):
         if x.dim() == 3:
             return RowRanges.masked(counts, x.shape[1], device=x.device), None
         return RowRanges.contiguous(counts, num_rows=num_rows, device=x.device), None
+
+    def quantize_weights(self, into: QuantizedWeights | None = None) -> QuantizedWeights:
+        """The weights' casts, for `forward` calls that are to share them: those of one optimizer step, or of inference.
+
+        Nothing follows a change of the weights by itself: cast anew after it, with `into` in the memory that is there,
+        as CUDA graphs want it. A backward takes what they are then, so not between a forward and its backward. Between
+        both orientations they hold two bytes a number.
+        Raises RuntimeError without a precision.
+        """
+        if self.precision is None:
+            raise RuntimeError("quantize_weights: wanted a layer with a precision, got one without")
+        made = quantize_weights(self.fc1_weight, self.fc2_weight, self.precision)
+        if into is None:
+            return made
+        with torch.no_grad():
+            for kept, new in zip(into, made, strict=True):
+                kept.data.copy_(new.data)
+                kept.scales.copy_(new.scales)
+        return into
 
     @property
     def pending_wgrads(self) -> int:
@@ -198,6 +242,11 @@ class GroupedMLP(nn.Module):
         text += f", bias={self.fc1_bias is not None}"
         text += ", defer_wgrad=True" if self.defer_wgrad else ""
         return text + (f", precision={self.precision}" if self.precision is not None else "")
+
+
+def _rows_of(x: Tensor | Quantized) -> Tensor | Quantized:
+    """(E * C, ..) of (E, C, ..)."""
+    return Quantized(*(t.flatten(0, 1) for t in x)) if isinstance(x, Quantized) else x.flatten(0, 1)
 
 
 def backward_dw(model: nn.Module) -> None:

@@ -7,9 +7,12 @@ from torch import Tensor
 
 from grouped_experts.activations import get_activation
 from grouped_experts.nn.autocast import autocast_dtype
+from grouped_experts.nn.fp8 import FP8Recipe, QuantizedWeights
 from grouped_experts.nn.function import Weights
 from grouped_experts.ops.checks import check_device, check_float, check_shape
 from grouped_experts.ops.permute import Routing
+from grouped_experts.ops.quantize import Quantized, check_quantized
+from grouped_experts.ops.reference.quantize import num_blocks
 from grouped_experts.ops.schedule import scheduled_ranges
 from grouped_experts.rows import RowRanges
 
@@ -35,11 +38,16 @@ def is_dtensor(tensor: Tensor | None) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
-def compute_dtype(x: Tensor, weights: Weights) -> torch.dtype:
-    """The dtype that the products run in: autocast's, or that of x, which the weights must not be narrower than."""
-    dtype = autocast_dtype(x)
+def compute_dtype(x: Tensor | Quantized, weights: Weights) -> torch.dtype:
+    """The dtype that the products run in: autocast's, or that of x, which the weights must not be narrower than.
+
+    Of an x in FP8, which has none of its own: bf16, or fp16 with weights of fp16.
+    """
+    dtype = autocast_dtype(x.data if isinstance(x, Quantized) else x)
     if dtype is not None:
         return dtype
+    if isinstance(x, Quantized):
+        return torch.float16 if weights.fc1_weight.dtype == torch.float16 else torch.bfloat16
     for name, weight in zip(Weights._fields, weights, strict=True):
         if weight is not None and torch.promote_types(weight.dtype, x.dtype) != weight.dtype:
             raise TypeError(
@@ -47,6 +55,30 @@ def compute_dtype(x: Tensor, weights: Weights) -> torch.dtype:
                 "convert x, or use autocast"
             )
     return x.dtype
+
+
+def check_quantized_x(x: Quantized, precision: FP8Recipe | None) -> None:
+    """All but the shape of its data, (..., H)."""
+    if precision is None:
+        raise TypeError("x: wanted a tensor, got a Quantized, which a layer with a precision takes")
+    check_quantized("x", x, x.data.dim(), "(..., H)")
+    shape = *x.data.shape[:-1], num_blocks(x.data.shape[-1]) if x.data.dim() else 0
+    check_shape("x.scales", x.scales, shape, "(..., ceil(H / 128))")
+    if torch.is_grad_enabled() and (x.data.requires_grad or x.scales.requires_grad):
+        raise ValueError("x: wanted a Quantized without requires_grad, which gets no gradient, got one with it")
+
+
+def check_quantized_weights(casts: QuantizedWeights, weights: Weights, precision: FP8Recipe | None) -> None:
+    """That they are of weights of these shapes."""
+    if not isinstance(casts, QuantizedWeights):
+        raise TypeError(f"weights: wanted what `quantize_weights` returns, got {type(casts).__name__}")
+    if precision is None:
+        raise ValueError("weights: wanted None without a precision, got QuantizedWeights")
+    for name, each in casts._asdict().items():
+        weight = weights.fc1_weight if name.startswith("fc1") else weights.fc2_weight
+        shape = weight.mT.shape if name.endswith("transposed") else weight.shape
+        check_shape(f"weights.{name}.data", each.data, tuple(shape), "that of the layer's")
+        check_device(f"weights.{name}.data", each.data, like=weight)
 
 
 def check_choices(slots: Tensor, x: Tensor, top_k_probs: Tensor | None, slots_name: str, probs_name: str) -> None:

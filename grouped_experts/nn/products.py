@@ -41,7 +41,7 @@ class Products:
     """In `dtype`, to which weights are converted.
 
     What one product leaves for another alone, a in the forward and dy, dh and a in the backward, is what they agree
-    upon: tensors here. Rows of no expert are zero where `zero_gaps` says so, and undefined else.
+    upon: tensors here, as x is. Rows of no expert are zero where `zero_gaps` says so, and undefined else.
     copies_rows: those of an operand with an index are copied in their order, by every product that takes it.
     """
 
@@ -49,7 +49,7 @@ class Products:
     copies_rows: ClassVar[bool] = False
 
     def fc1_activation(
-        self, x: Tensor, weight: Tensor, rows: Rows, bias: Tensor | None, probs: Tensor | None, activation: str
+        self, x: Any, weight: Tensor, rows: Rows, bias: Tensor | None, probs: Tensor | None, activation: str
     ) -> tuple[Tensor, Any]:
         """h, and a for `fc2`."""
         w, b = cast(weight, self.dtype), None if bias is None else cast(bias, self.dtype)

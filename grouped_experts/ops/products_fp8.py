@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from grouped_experts.ops.checks import FLOATS, check_device, check_expected_rows, check_rows, check_shape
-from grouped_experts.ops.families import FP8, by_family
-from grouped_experts.ops.quantize import Quantized
+from grouped_experts.ops.families import by_family
+from grouped_experts.ops.quantize import Quantized, check_quantized, check_rows_of_scales
 from grouped_experts.ops.reference.quantize import num_blocks
 from grouped_experts.registration import define_op, refuse_gradient
 from grouped_experts.rows import FP8_BLOCK, RowRanges
@@ -71,11 +71,10 @@ def k_grouped_gemm_fp8_accumulate(c: Tensor, a: Quantized, b: Quantized, rows: R
 
 
 def check_m_grouped_fp8(x: Quantized, w: Quantized, rows: RowRanges, x_name: str = "x", w_name: str = "w") -> None:
-    _check_data(x_name, x, 2, "(T, K)")
-    _check_data(w_name, w, 3, "(E, N, K)")
+    check_rows_of_scales(x_name, x)
+    check_quantized(w_name, w, 3, "(E, N, K)")
     experts, columns, depth = w.data.shape
     check_shape(f"{x_name}.data", x.data, (None, depth), "(T, K)")
-    check_shape(f"{x_name}.scales", x.scales, (x.data.shape[0], num_blocks(depth)), "(T, ceil(K / 128))")
     blocks = experts, num_blocks(columns), num_blocks(depth)
     check_shape(f"{w_name}.scales", w.scales, blocks, "(E, ceil(N / 128), ceil(K / 128))")
     for name, tensor in ((f"{w_name}.data", w.data), (f"{w_name}.scales", w.scales)):
@@ -85,25 +84,13 @@ def check_m_grouped_fp8(x: Quantized, w: Quantized, rows: RowRanges, x_name: str
 
 def _check_columns(a: Quantized, b: Quantized, rows: RowRanges) -> None:
     for name, each in (("a", a), ("b", b)):
-        _check_data(name, each, 2, "(M, P)")
+        check_quantized(name, each, 2, "(M, P)")
         check_device(f"{name}.data", each.data, like=a.data)
         check_shape(f"{name}.data", each.data, (None, a.data.shape[1]), "(M, P)")
         check_shape(f"{name}.scales", each.scales, (each.data.shape[0], a.data.shape[1] // FP8_BLOCK), "(M, P / 128)")
     if a.data.shape[1] % FP8_BLOCK or a.data.shape[1] < FP8_BLOCK * rows.num_experts:
         raise ValueError(f"a.data: wanted (M, P) of `quantize_columns` of these rows, got {tuple(a.data.shape)}")
     check_rows(rows, None, like=a.data)
-
-
-def _check_data(name: str, quantized: Quantized, dims: int, legend: str) -> None:
-    if not isinstance(quantized, Quantized):
-        raise TypeError(f"{name}: wanted a Quantized, got {type(quantized).__name__}")
-    data, scales = quantized
-    if data.dtype not in FP8:
-        raise TypeError(f"{name}.data: wanted dtype float8_e4m3fn or float8_e5m2, got {data.dtype}")
-    check_shape(f"{name}.data", data, (None,) * dims, legend)
-    if scales.dtype != torch.float32:
-        raise TypeError(f"{name}.scales: wanted dtype float32, got {scales.dtype}")
-    check_device(f"{name}.scales", scales, like=data)
 
 
 def check_half_or_float(name: str, dtype: torch.dtype) -> None:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_experts.ops.checks import check_float, check_rows, check_shape
+from grouped_experts.ops.checks import check_device, check_float, check_rows, check_shape
 from grouped_experts.ops.families import FP8, by_family
-from grouped_experts.ops.reference.quantize import empty_blocks, empty_columns, empty_rows
+from grouped_experts.ops.reference.quantize import empty_blocks, empty_columns, empty_rows, num_blocks
 from grouped_experts.registration import define_op, refuse_gradient
 from grouped_experts.rows import RowRanges
 
@@ -56,7 +56,7 @@ def quantize_blocks(
 
 
 def quantize_columns(
-    x: Tensor, rows: RowRanges, *, dtype: torch.dtype = torch.float8_e4m3fn, power_of_two: bool = False
+    x: Tensor | Quantized, rows: RowRanges, *, dtype: torch.dtype = torch.float8_e4m3fn, power_of_two: bool = False
 ) -> Quantized:
     """Blocks of 128 rows of a column, anew from every expert's first row on: the operand of a k-grouped product.
 
@@ -64,12 +64,17 @@ def quantize_columns(
     piece, and every expert's rows are filled up with zeros to a multiple of 128: those of expert e are P_e and on, P_e
     the sum of the counts before e, each rounded up. P = 128 (T // 128 + E) is room for any counts.
 
-    x (T, K) bf16 | fp16 | fp32 | fp64, any strides. rows: the rows of every expert; those of none are not read. dtype,
-    power_of_two: as in `quantize_rows`.
+    x (T, K) bf16 | fp16 | fp32 | fp64, any strides; or a cast by rows, of which the numbers that it stands for are cast
+    again. rows: the rows of every expert; those of none are not read. dtype, power_of_two: as in `quantize_rows`.
 
     Returns data (K, P) and scales (K, P / 128), which lie in memory as those of `quantize_rows`; both are undefined
     behind the last expert's. Not differentiable. Raises as `quantize_rows` does.
     """
+    if isinstance(x, Quantized):
+        check_rows_of_scales("x", x)
+        check_fp8("dtype", dtype)
+        check_rows(rows, None, like=x.data)
+        return Quantized(*quantize_columns_op(x.data, rows.starts, rows.ends, dtype, power_of_two, x.scales))
     _check(x, "(T, K)", 2, dtype)
     check_rows(rows, None, like=x)
     return Quantized(*quantize_columns_op(x, rows.starts, rows.ends, dtype, power_of_two))
@@ -96,6 +101,25 @@ def _check(x: Tensor, legend: str, dims: int, dtype: torch.dtype, name: str = "x
     check_fp8("dtype", dtype)
 
 
+def check_quantized(name: str, quantized: Quantized, dims: int, legend: str) -> None:
+    if not isinstance(quantized, Quantized):
+        raise TypeError(f"{name}: wanted a Quantized, got {type(quantized).__name__}")
+    data, scales = quantized
+    if data.dtype not in FP8:
+        raise TypeError(f"{name}.data: wanted dtype float8_e4m3fn or float8_e5m2, got {data.dtype}")
+    check_shape(f"{name}.data", data, (None,) * dims, legend)
+    if scales.dtype != torch.float32:
+        raise TypeError(f"{name}.scales: wanted dtype float32, got {scales.dtype}")
+    check_device(f"{name}.scales", scales, like=data)
+
+
+def check_rows_of_scales(name: str, quantized: Quantized) -> None:
+    """A cast by rows."""
+    check_quantized(name, quantized, 2, "(T, K)")
+    rows, columns = quantized.data.shape
+    check_shape(f"{name}.scales", quantized.scales, (rows, num_blocks(columns)), "(T, ceil(K / 128))")
+
+
 def check_fp8(name: str, dtype: torch.dtype) -> None:
     if dtype not in FP8:
         raise TypeError(f"{name}: wanted float8_e4m3fn or float8_e5m2, got {dtype}")
@@ -112,9 +136,10 @@ quantize_blocks_op = define_op(
     fake=lambda w, dtype, power_of_two, transpose: empty_blocks(w, dtype, transpose),
 )
 quantize_columns_op = define_op(
-    "quantize_columns(Tensor x, Tensor starts, Tensor ends, ScalarType dtype, bool power_of_two) -> (Tensor, Tensor)",
+    "quantize_columns(Tensor x, Tensor starts, Tensor ends, ScalarType dtype, bool power_of_two, Tensor? x_scales=None)"
+    " -> (Tensor, Tensor)",
     implementation=by_family("quantize_columns"),
-    fake=lambda x, starts, ends, dtype, power_of_two: empty_columns(x, starts.shape[0], dtype),
+    fake=lambda x, starts, ends, dtype, power_of_two, *_: empty_columns(x, starts.shape[0], dtype),
 )
 quantize_rows_and_columns_op = define_op(
     "quantize_rows_and_columns(Tensor x, Tensor starts, Tensor ends, ScalarType dtype, bool power_of_two)"

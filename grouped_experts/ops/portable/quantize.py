@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grouped_experts.ops.portable.fp8 import absolute, fp8_or_bits, is_native, reciprocal, scale_of, to_fp8
+from grouped_experts.ops.portable.fp8 import absolute, fp8_or_bits, from_fp8, is_native, reciprocal, scale_of, to_fp8
 from grouped_experts.ops.portable.launch import cdiv, kernel
 from grouped_experts.ops.portable.schedule import build_schedule
 from grouped_experts.ops.reference.quantize import empty_blocks, empty_columns, empty_rows
@@ -111,6 +111,7 @@ def padded_range(tiles_ptr, block):
 @triton.jit
 def quantize_columns_kernel(
     x_ptr,  # (R, K)
+    x_scales_ptr,  # (R, K / 128) of a cast by rows, or None
     tiles_ptr,  # (1 + tiles, 4), of BLOCK rows
     data_ptr,  # (K, P)
     scales_ptr,  # (K, P / 128), unit stride
@@ -120,8 +121,11 @@ def quantize_columns_kernel(
     P,
     stride_xm,
     stride_xk,
+    stride_xs,
+    stride_xsk,
     stride_sp,
     stride_rs,
+    X_E5M2: tl.constexpr,
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -135,7 +139,11 @@ def quantize_columns_kernel(
         k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = (m < end)[:, None] & (k < K)[None, :]
         at = x_ptr + m.to(tl.int64)[:, None] * stride_xm + k.to(tl.int64)[None, :] * stride_xk
-        x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(at, mask=inside, other=0.0)
+        if x_scales_ptr is not None:
+            x_scale_at = x_scales_ptr + m.to(tl.int64) * stride_xs + tl.program_id(1).to(tl.int64) * stride_xsk
+            x = from_fp8(x, X_E5M2, NATIVE).to(tl.float32) * tl.load(x_scale_at, mask=m < end, other=0.0)[:, None]
+        x = x.to(tl.float32)
         scale = scale_of(tl.max(absolute(x), 0), E5M2, POWER_OF_TWO)
         tl.store(scales_ptr + block.to(tl.int64) * stride_sp + k, scale, mask=k < K)
         row = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -180,10 +188,10 @@ def quantize_blocks(w: Tensor, dtype: torch.dtype, power_of_two: bool, transpose
 
 
 def quantize_columns(
-    x: Tensor, starts: Tensor, ends: Tensor, dtype: torch.dtype, power_of_two: bool
+    x: Tensor, starts: Tensor, ends: Tensor, dtype: torch.dtype, power_of_two: bool, x_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     outputs = empty_columns(x, starts.shape[0], dtype)
-    launch_columns(x, starts, ends, power_of_two, *outputs, None, None)
+    launch_columns(x, x_scales, starts, ends, power_of_two, *outputs, None, None)
     return outputs
 
 
@@ -191,12 +199,13 @@ def quantize_rows_and_columns(
     x: Tensor, starts: Tensor, ends: Tensor, dtype: torch.dtype, power_of_two: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, columns = empty_rows(x, dtype), empty_columns(x, starts.shape[0], dtype)
-    launch_columns(x, starts, ends, power_of_two, *columns, *rows)
+    launch_columns(x, None, starts, ends, power_of_two, *columns, *rows)
     return *rows, *columns
 
 
 def launch_columns(
     x: Tensor,
+    x_scales: Tensor | None,
     starts: Tensor,
     ends: Tensor,
     power_of_two: bool,
@@ -208,10 +217,13 @@ def launch_columns(
     if not x.numel() or not data.numel():
         return
     columns, padded = data.shape
-    kernel(quantize_columns_kernel, num_warps=8, **options(data, power_of_two)).launch(
+    kernel(
+        quantize_columns_kernel, num_warps=8, X_E5M2=x.dtype == torch.float8_e5m2, **options(data, power_of_two)
+    ).launch(
         (padded // FP8_BLOCK, cdiv(columns, FP8_BLOCK)),
         x.device,
-        x,
+        x if x_scales is None else fp8_or_bits(x),
+        x_scales,
         build_schedule(starts, ends, x.shape[0], FP8_BLOCK),
         fp8_or_bits(data),
         scales,
@@ -220,6 +232,7 @@ def launch_columns(
         columns,
         padded,
         *x.stride(),
+        *((None, None) if x_scales is None else x_scales.stride()),
         scales.stride(1),
         None if row_scales is None else row_scales.stride(1),
     )

@@ -87,12 +87,13 @@ def quantize_blocks(w: Tensor, dtype: torch.dtype, power_of_two: bool, transpose
 
 
 def quantize_columns(
-    x: Tensor, starts: Tensor, ends: Tensor, dtype: torch.dtype, power_of_two: bool
+    x: Tensor, starts: Tensor, ends: Tensor, dtype: torch.dtype, power_of_two: bool, x_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(K, P), the experts' rows one expert behind the other, each filled up with zeros to 128; scales (K, P / 128).
 
-    What is behind the last expert's is zero.
+    What is behind the last expert's is zero. With x_scales, x is a cast by rows.
     """
+    x = x if x_scales is None else dequantize_rows(x, x_scales)
     ranges = host_ranges(starts, ends, x.shape[0])
     data, scales = empty_columns(x, len(ranges), dtype)
     data.zero_()
