@@ -54,7 +54,8 @@ def frozen(case: Case) -> Case:
 @in_every_place
 def test_random_routings(place: Place) -> None:
     """Duplicates, ids of nobody with NaN in tokens without any other, biases, no probs, no tokens."""
-    for seed in range(40):
+    # The interpreter, which takes seconds for some, has half of them in each dtype.
+    for seed in range(place.dtype == FP32, 40, 2) if place.interpreted else range(40):
         torch.manual_seed(seed)
         case = frozen(random_case(seed, place.dtype, place.device))
         tokens = MOST_SLOTS // case.ids.shape[1]
@@ -70,7 +71,7 @@ def test_random_routings(place: Place) -> None:
 @pytest.mark.parametrize("size", [(272, 3), (3, 272), (33, 7)], ids=str)
 def test_sizes(size: tuple[int, int], place: Place) -> None:
     """On both sides of what a program loads at a time, and no multiple of it; rows that are aligned and others."""
-    for activation in ("swiglu", "squared_relu"):
+    for activation in place.variants("squared_relu", "swiglu"):
         ids = torch.tensor([[0, 5, 4]], device=place.device)
         case = make_case(ids, 5, *size, dtype=place.dtype, activation=activation)
         assert_right(by_op(case), case)
@@ -165,7 +166,7 @@ def test_repeats_to_the_bit(place: Place) -> None:
     sizes = (9, 5) if place.device == "cpu" else (2048, 768)
     case = make_case(torch.randint(0, 9, (4, 8), device=place.device), 8, *sizes, dtype=place.dtype)
     first = by_op(case)
-    for _ in range(2 if place.device == "cpu" else 50):
+    for _ in range(1 if place.device == "cpu" else 50):
         assert torch.equal(by_op(case), first)
 
 
