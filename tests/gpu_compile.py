@@ -103,14 +103,14 @@ def compile_launches(patch: pytest.MonkeyPatch, arch: int, cache: str, call: Cal
 
 def inspect_kernel(name: str, arch: int, gluon: bool, kernel: Any, log: str) -> Compiled:
     """log: what ptxas said of it under -v, which Triton always gives it."""
-    stack = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    stack = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log)
     counts = {what: len(re.findall(pattern, kernel.asm["ptx"])) for what, pattern in INSTRUCTIONS.items()}
     return Compiled(
         name,
         arch,
         gluon,
         int(re.search(r"Used (\d+) registers", log).group(1)),
-        max(map(int, stack.groups())),
+        max(map(int, stack)),
         kernel.metadata.shared,
         {what: count for what, count in counts.items() if count},
         re.findall(r"\((C7\d\d\d)\)", log),
