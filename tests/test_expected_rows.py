@@ -9,6 +9,7 @@ from inputs import contiguous, masked
 from places import in_every_place, places
 from torch import Tensor
 
+from grouped_experts import GroupedMLP
 from grouped_experts.ops import (
     fc1_activation,
     fc1_activation_fp8,
@@ -18,6 +19,7 @@ from grouped_experts.ops import (
     m_grouped_gemm_fp8,
     quantize_blocks,
     quantize_rows,
+    route,
 )
 from grouped_experts.ops.reference.quantize import dequantize_rows
 
@@ -62,9 +64,11 @@ def test_the_products_with_an_activation(expected_rows: int, layout: str, place:
     torch.testing.assert_close(dprobs, dprobs_expected, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("place", places([torch.bfloat16, torch.float16, torch.float32]), indirect=True)
+@pytest.mark.parametrize(
+    "place", places([torch.bfloat16, torch.float16, torch.float32], interpreted=[torch.float16]), indirect=True
+)
 @by_layout
-@by_hint
+@pytest.mark.parametrize("expected_rows", [20, 1000])
 def test_fp8(expected_rows: int, layout: str, place: Place) -> None:
     ranges = LAYOUTS[layout]
     rows, experts = ranges.rows(place.device), ranges.num_experts
@@ -107,3 +111,29 @@ def test_bad_values(expected_rows: object, error: type[Exception]) -> None:
     x, w = torch.ones(ranges.num_rows, 8), torch.ones(4, 8, 8)
     with pytest.raises(error, match=f"expected_rows: wanted an int >= 1, got {expected_rows}"):
         m_grouped_gemm(x, w, ranges.rows("cpu"), expected_rows=expected_rows)
+
+
+@pytest.mark.parametrize("precision", [None, "fp8"])
+@by_hint
+def test_the_layer(expected_rows: int, precision: str | None, device: str) -> None:
+    """Forward and backward in one and the same tiles."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    mlp = GroupedMLP(64, 32, 4, precision=precision, device=device, dtype=dtype)
+    x = torch.randn(4, 40, 64, device=device, dtype=dtype, requires_grad=True)
+    probs = torch.rand(4, 40, device=device, requires_grad=True)
+    counts = torch.tensor([1, 0, 40, 3], device=device)
+    gradients = []
+    for hint in (expected_rows, None):
+        y = mlp(x, counts, probs, expected_rows=hint)
+        wanted = (x, probs, *mlp.parameters())
+        gradients.append((y.detach(), *torch.autograd.grad(y, wanted, torch.ones_like(y))))
+    tolerance = {"rtol": 0.1, "atol": 0.05} if precision else {}
+    for actual, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, expected, **tolerance)
+
+
+def test_a_routing_has_no_other_rows() -> None:
+    mlp = GroupedMLP(8, 4, 2)
+    ids = torch.tensor([[0], [1], [1]])
+    with pytest.raises(ValueError, match="expected_rows: wanted None with a Routing, got 5"):
+        mlp(torch.ones(3, 8), route(ids, 2), torch.ones(3, 1), expected_rows=5)

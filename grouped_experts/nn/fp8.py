@@ -55,8 +55,10 @@ class FP8Recipe:
         if self.gradient_dtype not in FP8:
             raise TypeError(f"gradient_dtype: wanted float8_e4m3fn or float8_e5m2, got {self.gradient_dtype}")
 
-    def products(self, x: Tensor, dtype: torch.dtype, weights: QuantizedWeights | None = None) -> FP8Products:
-        """For that x, with weights that are cast already or are to be.
+    def products(
+        self, x: Tensor, dtype: torch.dtype, weights: QuantizedWeights | None = None, expected_rows: int = 0
+    ) -> FP8Products:
+        """For that x, with weights that are cast already or are to be; expected_rows as in `Products`.
 
         Raises TypeError for fp64, RuntimeError for a GPU without FP8 unless `emulate` says so.
         """
@@ -67,7 +69,7 @@ class FP8Recipe:
             raise RuntimeError(
                 f"precision: wanted a GPU with FP8 (sm_89 or later) or FP8Recipe(emulate=True), got {name}"
             )
-        return FP8Products(dtype, self, weights)
+        return FP8Products(dtype, self, weights, expected_rows=expected_rows)
 
 
 def recipe_of(precision: str | FP8Recipe | None) -> FP8Recipe | None:
@@ -145,14 +147,14 @@ class FP8Products(Products):
         x = x if isinstance(x, Quantized) else self._by_rows(x, E4M3)
         operands = *x, *self._weight("fc1_weight", weight)
         h, *a = fc1_activation_fp8_op(
-            *operands, rows.starts, rows.ends, probs, activation, self.dtype, scales, rows.tiles
-        )  # fmt: skip
+            *operands, rows.starts, rows.ends, probs, activation, self.dtype, scales, rows.tiles, self.expected_rows
+        )
         return h, Quantized(*a)
 
     def fc2(
         self, a: Quantized, weight: Tensor, rows: Rows, bias: Tensor | None, probs: Tensor | None, zero_gaps: bool
     ) -> Tensor:
-        return self._product(a, self._weight("fc2_weight", weight), rows, self.dtype)
+        return self._fp8_product(a, self._weight("fc2_weight", weight), rows, self.dtype)
 
     def fc2_dgrad_activation(
         self,
@@ -175,18 +177,18 @@ class FP8Products(Products):
             by_rows = self._by_rows(_gathered(dy, index), dtype)
         w = self._weight("fc2_weight", weight, transpose=True)
         if not self.recipe.fp8_wgrad and (wanted.fc1_weight or wanted.fc2_weight):
-            da = self._product(by_rows, w, rows, torch.float32)
+            da = self._fp8_product(by_rows, w, rows, torch.float32)
             dh, a, dprobs = scaled_activation_backward_op(da, h, probs, starts, ends, activation)
             return dy, dh, cast(a, self.dtype), dprobs
         needed = wanted.x, wanted.fc1_weight, wanted.fc2_weight, wanted.probs
         *made, dprobs = fc2_dgrad_activation_fp8_op(
-            *by_rows, *w, h, starts, ends, probs, activation, dtype, scales, *needed, tiles
+            *by_rows, *w, h, starts, ends, probs, activation, dtype, scales, *needed, tiles, self.expected_rows
         )
         return left, Casts(Quantized(*made[:2]), Columns(*made[2:4])), Columns(*made[4:]), dprobs
 
     def fc1_dgrad(self, dh: Tensor | Casts, weight: Tensor, rows: Rows, zero_gaps: bool) -> Tensor:
         operand = dh.by_rows if isinstance(dh, Casts) else self._by_rows(dh, self.recipe.gradient_dtype)
-        return self._product(operand, self._weight("fc1_weight", weight, transpose=True), rows, self.dtype)
+        return self._fp8_product(operand, self._weight("fc1_weight", weight, transpose=True), rows, self.dtype)
 
     def weight_gradient(
         self,
@@ -212,8 +214,8 @@ class FP8Products(Products):
             return cast_already
         return Quantized(*quantize_blocks_op(weight, E4M3, self.recipe.power_of_two_scales, transpose))
 
-    def _product(self, x: Quantized, w: Quantized, rows: Rows, out_dtype: torch.dtype) -> Tensor:
-        return m_grouped_gemm_fp8_op(*x, *w, rows.starts, rows.ends, out_dtype, rows.tiles)
+    def _fp8_product(self, x: Quantized, w: Quantized, rows: Rows, out_dtype: torch.dtype) -> Tensor:
+        return m_grouped_gemm_fp8_op(*x, *w, rows.starts, rows.ends, out_dtype, rows.tiles, self.expected_rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

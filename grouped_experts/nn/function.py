@@ -201,7 +201,8 @@ def _forward(
         slot_to_row, row_index = routing.slot_to_row, routing.row_to_token()
         probs = None if probs is None else _rows_of_slots(probs, routing)
     if tiles is None:
-        tiles = tile_schedule_op(starts, ends, num_rows(x_in, row_index), products.dtype)
+        rows_of_all = num_rows(x_in, row_index)
+        tiles = tile_schedule_op(starts, ends, rows_of_all, products.dtype, products.expected_rows)
     of_products = Rows(starts, ends, tiles, row_index)
     operand = x_in if x_scales is None else Quantized(x_in, x_scales)
     h, a = products.fc1_activation(operand, fc1_weight, of_products, fc1_bias, probs, activation)

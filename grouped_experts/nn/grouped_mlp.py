@@ -23,7 +23,7 @@ from grouped_experts.nn.inputs import (
     routed_ranges,
 )
 from grouped_experts.nn.products import Products
-from grouped_experts.ops.checks import check_float, check_row_vector, check_rows, check_shape
+from grouped_experts.ops.checks import check_expected_rows, check_float, check_row_vector, check_rows, check_shape
 from grouped_experts.ops.permute import Routing
 from grouped_experts.ops.quantize import Quantized
 from grouped_experts.ops.schedule import scheduled_ranges
@@ -104,6 +104,7 @@ class GroupedMLP(nn.Module):
         probs: Tensor | None = None,
         *,
         weights: QuantizedWeights | None = None,
+        expected_rows: int | None = None,
     ) -> Tensor:
         """x (T, H), its rows sorted by expert, or (E, C, H) with capacity C (masked layout) -> y, the shape of x.
 
@@ -119,6 +120,9 @@ class GroupedMLP(nn.Module):
         ceil(H / 128)), or (E, C, ..). It gets no gradient; fc1_weight's casts by columns the numbers that it stands
         for. y is in bf16 then, in fp16 with weights of fp16, or in autocast's dtype.
         weights: of `quantize_weights`, with a precision; without, the layer's weights are cast at every call.
+        expected_rows: how many rows an expert will have on average, where it is known to be less than T / E or C, as
+        when decoding into a large buffer. The kernels take tiles for as many; y is right whatever comes. Not with a
+        Routing, which has no other rows.
 
         Under autocast, computes in and returns autocast's dtype (but for fp64). Outside, in the dtype of x, to which
         weights of a wider dtype are converted; their gradients come in their own dtype.
@@ -137,9 +141,15 @@ class GroupedMLP(nn.Module):
         dtype = compute_dtype(given_x, own)
         if weights is not None:
             check_quantized_weights(weights, own, self.precision)
-        products = Products(dtype) if self.precision is None else self.precision.products(x, dtype, weights)
+        expected = check_expected_rows(expected_rows)
+        if self.precision is None:
+            products = Products(dtype, expected_rows=expected)
+        else:
+            products = self.precision.products(x, dtype, weights, expected)
         if isinstance(tokens_per_expert, Routing):
             routing = tokens_per_expert
+            if expected:
+                raise ValueError(f"expected_rows: wanted None with a Routing, got {expected}")
             if routing.num_experts != self.num_experts:
                 raise ValueError(f"routing: wanted one of {self.num_experts} experts, got one of {routing.num_experts}")
             check_choices(routing.slot_to_row, x, probs, "routing.slot_to_row", "probs")
@@ -154,7 +164,7 @@ class GroupedMLP(nn.Module):
                 check_shape("probs", probs, tuple(x.shape[:-1]), "(E, C)" if masked else "(T,)")
                 probs = probs.flatten() if masked else probs
                 check_row_vector("probs", probs, x.shape[:-1].numel(), like=x)
-            rows, tiles = self._row_ranges(x, tokens_per_expert, x.shape[:-1].numel(), dtype)
+            rows, tiles = self._row_ranges(x, tokens_per_expert, x.shape[:-1].numel(), products)
         given = (x_rows, probs, rows, tiles, routing)
         if self.defer_wgrad and torch.is_grad_enabled() and any(own.need_grad()):
             # The queue is a side effect. Not as a decorator: that loads the compiler, and Triton, at import (1 s).
@@ -183,7 +193,7 @@ class GroupedMLP(nn.Module):
         return (self.num_experts, None, self.hidden_size) if masked else (None, self.hidden_size)
 
     def _row_ranges(
-        self, x: Tensor, counts: Counts | RowRanges, num_rows: int, dtype: torch.dtype
+        self, x: Tensor, counts: Counts | RowRanges, num_rows: int, products: Products
     ) -> tuple[RowRanges, Tensor | None]:
         """The ranges, and their tiles where these come from the same kernel."""
         if isinstance(counts, RowRanges):
@@ -194,7 +204,8 @@ class GroupedMLP(nn.Module):
         if given is not None and given != self.num_experts:
             raise ValueError(f"tokens_per_expert: wanted {self.num_experts} counts, one an expert, got {given}")
         if isinstance(counts, Tensor) and counts.device == x.device and counts.device.type != "cpu":
-            return scheduled_ranges(counts, num_rows, x.shape[1] if x.dim() == 3 else None, dtype)
+            capacity = x.shape[1] if x.dim() == 3 else None
+            return scheduled_ranges(counts, num_rows, capacity, products.dtype, products.expected_rows)
         if x.dim() == 3:
             return RowRanges.masked(counts, x.shape[1], device=x.device), None
         return RowRanges.contiguous(counts, num_rows=num_rows, device=x.device), None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -42,10 +42,12 @@ class Products:
 
     What one product leaves for another alone, a in the forward and dy, dh and a in the backward, is what they agree
     upon: tensors here, as x is. Rows of no expert are zero where `zero_gaps` says so, and undefined else.
+    expected_rows: how many rows an expert will have on average, if that is known; for the tiles, else 0.
     copies_rows: those of an operand with an index are copied in their order, by every product that takes it.
     """
 
     dtype: torch.dtype
+    expected_rows: int = field(default=0, kw_only=True)
     copies_rows: ClassVar[bool] = False
 
     def fc1_activation(
@@ -53,14 +55,15 @@ class Products:
     ) -> tuple[Tensor, Any]:
         """h, and a for `fc2`."""
         w, b = cast(weight, self.dtype), None if bias is None else cast(bias, self.dtype)
-        return fc1_activation_op(x, w, rows.starts, rows.ends, b, probs, activation, rows.tiles, rows.row_index)
+        starts, ends, tiles, index = rows
+        return fc1_activation_op(x, w, starts, ends, b, probs, activation, tiles, index, self.expected_rows)
 
     def fc2(
         self, a: Any, weight: Tensor, rows: Rows, bias: Tensor | None, probs: Tensor | None, zero_gaps: bool
     ) -> Tensor:
         w, b = cast(weight, self.dtype), None if bias is None else cast(bias, self.dtype)
         scale = None if b is None else probs
-        return m_grouped_gemm_op(a, w, rows.starts, rows.ends, b, scale, True, rows.tiles, rows.row_index, zero_gaps)
+        return self._product(a, w, rows, b, scale, True, zero_gaps)
 
     def fc2_dgrad_activation(
         self,
@@ -77,13 +80,28 @@ class Products:
         w, b = cast(weight, self.dtype), None if bias is None else cast(bias, self.dtype)
         starts, ends, tiles, index = rows
         needed = wanted.fc2_weight, wanted.probs
-        return dy, *fc2_dgrad_activation_op(dy, w, h, starts, ends, probs, b, activation, *needed, tiles, index)
+        dh, a, dprobs = fc2_dgrad_activation_op(
+            dy, w, h, starts, ends, probs, b, activation, *needed, tiles, index, self.expected_rows
+        )
+        return dy, dh, a, dprobs
 
     def fc1_dgrad(self, dh: Any, weight: Tensor, rows: Rows, zero_gaps: bool) -> Tensor:
-        w = cast(weight, self.dtype)
+        return self._product(dh, cast(weight, self.dtype), rows, None, None, False, zero_gaps)
+
+    def _product(
+        self,
+        x: Tensor,
+        w: Tensor,
+        rows: Rows,
+        bias: Tensor | None,
+        bias_scale: Tensor | None,
+        transpose_w: bool,
+        zero_gaps: bool,
+    ) -> Tensor:
+        starts, ends, tiles, index = rows
         return m_grouped_gemm_op(
-            dh, w, rows.starts, rows.ends, None, None, False, rows.tiles, rows.row_index, zero_gaps
-        )
+            x, w, starts, ends, bias, bias_scale, transpose_w, tiles, index, zero_gaps, self.expected_rows
+        )  # fmt: skip
 
     def weight_gradient(
         self,
