@@ -15,8 +15,8 @@ from benchmarks.gpu_layers import Step, forward_backward
 from benchmarks.peers import loop_over_experts
 from benchmarks.records import Record, record
 from benchmarks.timing import Round, Run, event_ms_of
-from grouped_experts import GroupedMLP, RowRanges
-from grouped_experts.ops import Quantized, m_grouped_gemm_fp8, quantize_blocks, quantize_rows, scaled_activation
+from grouped_experts import GroupedMLP
+from grouped_experts.nn.fp8 import QuantizedWeights
 from grouped_experts.ops.families import use_family
 
 BF16 = torch.bfloat16
@@ -29,6 +29,7 @@ SMALL: tuple[Shape, ...] = (
 LIMITS = {"fp8": 0.1, "bf16": 2e-2}  # of |result - fp32| / |fp32|
 OUTCOMES = ("y", "dx", "dprobs", "fc1_weight", "fc2_weight")
 CASTS = "casts of the weights"
+CAST_BEFORE, CAST_EACH_TIME = "weights cast before", "weights cast at every call"
 
 
 class Case:
@@ -51,11 +52,14 @@ class Case:
     def leaves(self) -> list[Tensor]:
         return [self.x, self.probs, *self.weights]
 
-    def forward(self, name: str) -> Callable[[], Tensor]:
-        return lambda: self.layers[name](self.x, self.counts, self.probs)
+    def cast_weights(self) -> QuantizedWeights:
+        return self.layers["fp8"].quantize_weights()
 
-    def both(self, name: str) -> Step:
-        return forward_backward(self.forward(name), self.leaves, self.dy)
+    def forward(self, name: str, casts: QuantizedWeights | None = None) -> Callable[[], Tensor]:
+        return lambda: self.layers[name](self.x, self.counts, self.probs, weights=casts)
+
+    def both(self, name: str, casts: QuantizedWeights | None = None) -> Step:
+        return forward_backward(self.forward(name, casts), self.leaves, self.dy)
 
     def exact(self, dtype: torch.dtype) -> list[Tensor]:
         """y and every gradient from the same values, by a loop in that dtype."""
@@ -67,31 +71,37 @@ class Case:
 def layers(shape: Shape, rounds: int) -> list[Record]:
     """Forward without gradients, and forward + backward.
 
-    The casts of the weights, two in the forward and two more, transposed, in the backward, are timed in the same rounds
-    and taken off in a record of their own: what they cost is shared by all micro-batches of a step, if they are kept.
+    With weights that are cast once for all micro-batches of an optimizer step, and with casts at every call: two in the
+    forward, two more, transposed, in the backward. What `quantize_weights` takes is timed in the same rounds.
     """
     case = Case(shape)
     exact = case.exact(torch.float32)
     for name, limit in LIMITS.items():
         check(f"layer in {name}", case.both(name)(), exact, limit)
+    casts = case.cast_weights()
+    check("layer with cast weights", case.both("fp8", casts)(), exact, LIMITS["fp8"])
     del exact
-    runs: dict[str, Run] = {}
-    for name in LIMITS:
-        runs[name] = case.both(name)
-        runs[f"{name} forward"] = without_gradients(case.forward(name))
-    runs[CASTS], runs[f"{CASTS} forward"] = (casts_of(case.weights, both) for both in ((False, True), (False,)))
+    kinds: dict[str, tuple[str, QuantizedWeights | None]] = {
+        "bf16": ("bf16", None),
+        CAST_BEFORE: ("fp8", casts),
+        CAST_EACH_TIME: ("fp8", None),
+    }
+    runs: dict[str, Run] = {CASTS: case.cast_weights}
+    for kind, (name, given) in kinds.items():
+        runs[kind] = case.both(name, given)
+        runs[f"{kind}, forward"] = without_gradients(case.forward(name, given))
     times = event_ms_of(runs, rounds)
     flops = 6.0 * shape["M"] * shape["H"] * shape["I"]
     records = []
-    for variant, suffix, work in ((None, "", 3 * flops), ("forward", " forward", flops)):
-        ours, peer, cast = (times[f"{name}{suffix}"] for name in ("fp8", "bf16", CASTS))
-        whole = [Round(*pair) for pair in zip(ours, peer, strict=True)]
-        rest = [Round(mine - mine_cast, theirs) for mine, theirs, mine_cast in zip(ours, peer, cast, strict=True)]
-        for pairs, what in ((whole, variant), (rest, f"{variant or 'both ways'} without the casts of weights")):
-            made = record("fp8_layer", shape, COUNTS, DTYPE, path(), IN_BF16, pairs, flops=work, variant=what)
-            print(f"layer, {what or 'both ways':42} {made.tflops:6.0f} TFLOP/s  {made.ratio:5.2f}x in bf16", flush=True)
+    for suffix, work in (("", 3 * flops), (", forward", flops)):
+        for kind in (CAST_BEFORE, CAST_EACH_TIME):
+            pairs = [Round(*pair) for pair in zip(times[kind + suffix], times[f"bf16{suffix}"], strict=True)]
+            made = record(
+                "fp8_layer", shape, COUNTS, DTYPE, path(), IN_BF16, pairs, flops=work, variant=kind + suffix
+            )  # fmt: skip
+            print(f"layer, {made.variant:42} {made.tflops:6.0f} TFLOP/s  {made.ratio:5.2f}x in bf16", flush=True)
             records.append(made)
-        print(f"layer, casts of the weights {median(cast):.3f} ms of {median(ours):.3f}", flush=True)
+    print(f"{CASTS}: {median(times[CASTS]):.3f} ms", flush=True)
     return records
 
 
@@ -103,70 +113,69 @@ def without_gradients(forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return run
 
 
-def casts_of(weights: Sequence[Tensor], transposed: Sequence[bool]) -> Run:
-    detached = [w.detach() for w in weights]
-
-    def run() -> None:
-        for w in detached:
-            for transpose in transposed:
-                quantize_blocks(w, transpose=transpose)
-
-    return run
-
-
 def decode_bytes(shape: Shape) -> dict[str, int]:
     """Of R = tokens E rows in use, by what runs; scales, less than 1 % of the data, are not counted.
 
     bf16: the weights 6 E H I, x 2 R H, h 4 R I and a 2 R I written, a 2 R I read, y 2 E C H written.
-    fp8: the weights 3 E H I; as much as bf16 of the rest, h read, 4 R I, the casts of x and a written and read.
-    fp8, with casts: 9 E H I more, weights read in bf16 and written in FP8.
+    fp8: the weights 3 E H I; x 2 R H read, its cast R H written and read; h 4 R I and a R I written, a R I read, y 2 E
+    C H written.
     """
     experts, hidden, inner, capacity = (shape[name] for name in ("E", "H", "I", "C"))
-    rows = experts * shape["tokens"]
+    rows, room = experts * shape["tokens"], experts * capacity
     weights = 3 * experts * hidden * inner
-    rest = 2 * rows * hidden + 8 * rows * inner + 2 * experts * capacity * hidden
-    fp8 = weights + rest + 4 * rows * inner + 2 * rows * (hidden + inner)
-    return {"bf16": 2 * weights + rest, "fp8": fp8, "fp8, with casts": fp8 + 3 * weights}
+    bf16 = 2 * weights + 2 * rows * hidden + 8 * rows * inner + 2 * room * hidden
+    fp8 = weights + 4 * rows * hidden + 6 * rows * inner + 2 * room * hidden
+    return {"bf16": bf16, "fp8": fp8}
 
 
 def decode(tokens: int, rounds: int, sizes: Shape = DECODE) -> list[Record]:
     """The masked layout, as CUDA graphs, against copies that move as many bytes as each must.
 
-    fp8 is the products of weights that were cast before, with what casts and activates their rows; with casts is the
-    layer itself, which casts its weights at every call.
+    In tiles for C rows an expert, and in tiles for as many as there are (expected_rows). The weights are cast before.
     """
     shape = {**sizes, "tokens": tokens}
     experts, hidden, inner, capacity = (sizes[name] for name in ("E", "H", "I", "C"))
     case = Case({"E": experts, "M": experts, "H": hidden, "I": inner})
     x = normal(experts, capacity, hidden)
     counts = torch.full((experts,), tokens, dtype=torch.int32, device=DEVICE)
-    rows = RowRanges.masked(counts, capacity)
-    w1, w2 = (quantize_blocks(w.detach()) for w in case.weights)
-    steps: dict[str, Callable[[], Tensor]] = {
-        "bf16": without_gradients(lambda: case.layers["bf16"](x, counts)),
-        "fp8": without_gradients(lambda: of_cast_weights(x.flatten(0, 1), w1, w2, rows).view(x.shape)),
-        "fp8, with casts": without_gradients(lambda: case.layers["fp8"](x, counts)),
-    }
+    casts = {"bf16": None, "fp8": case.cast_weights()}
     exact = exact_decode(x, case.weights, tokens)
-    for name, step in steps.items():
-        check(f"decode in {name}", [step()], [exact], LIMITS["bf16" if name == "bf16" else "fp8"])
-    del exact
     num_bytes = decode_bytes(shape)
     runs: dict[str, Run] = {}
-    for name, step in steps.items():
+    for name in LIMITS:
+        for variant, expected_rows in ((name, None), (f"{name}, expected_rows", tokens)):
+            step = decode_step(case.layers[name], x, counts, casts[name], expected_rows)
+            check(f"decode in {variant}", [step()], [exact], LIMITS[name])
+            runs[variant] = captured(step)
         source = normal(num_bytes[name] // 4)  # of 2 bytes each: half of the bytes are read, half are written
-        runs[name], runs[f"copy for {name}"] = captured(step), copy_of(source)
+        runs[f"copy for {name}"] = copy_of(source)
+    del exact
     times = event_ms_of(runs, rounds)
     records = []
-    for name in steps:
-        pairs = [Round(*pair) for pair in zip(times[name], times[f"copy for {name}"], strict=True)]
+    for variant in [run for run in runs if not run.startswith("copy")]:
+        name = variant.split(",")[0]
+        pairs = [Round(*pair) for pair in zip(times[variant], times[f"copy for {name}"], strict=True)]
         dtype = "bfloat16" if name == "bf16" else DTYPE
         made = record(
-            "masked_decode", shape, "all as many", dtype, path(), COPY, pairs, num_bytes=num_bytes[name], variant=name
+            "masked_decode",
+            shape,
+            "all as many",
+            dtype,
+            path(),
+            COPY,
+            pairs,
+            num_bytes=num_bytes[name],
+            variant=variant,
         )
-        print(f"decode, {tokens:3} tokens an expert, {name:15} {made.ms * 1e3:7.0f} us  {made.ratio:5.2f}x a copy")
+        print(f"decode, {tokens:3} tokens an expert, {variant:20} {made.ms * 1e3:7.0f} us  {made.ratio:5.2f}x a copy")
         records.append(made)
     return records
+
+
+def decode_step(
+    layer: GroupedMLP, x: Tensor, counts: Tensor, casts: QuantizedWeights | None, expected_rows: int | None
+) -> Callable[[], Tensor]:
+    return without_gradients(lambda: layer(x, counts, weights=casts, expected_rows=expected_rows))
 
 
 def exact_decode(x: Tensor, weights: Sequence[Tensor], tokens: int) -> Tensor:
@@ -177,11 +186,6 @@ def exact_decode(x: Tensor, weights: Sequence[Tensor], tokens: int) -> Tensor:
     y = torch.zeros(x.shape, device=x.device)
     y[:, :tokens] = loop_over_experts(used.flatten(0, 1), w1, w2, [tokens] * experts, ones).view(used.shape)
     return y
-
-
-def of_cast_weights(x: Tensor, w1: Quantized, w2: Quantized, rows: RowRanges) -> Tensor:
-    h = m_grouped_gemm_fp8(quantize_rows(x), w1, rows)
-    return m_grouped_gemm_fp8(quantize_rows(scaled_activation(h, None, rows)), w2, rows)
 
 
 def copy_of(source: Tensor) -> Run:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.fp8_layers import SMALL, TOKENS, accuracy, decode, layers
+from benchmarks.fp8_layers import CAST_BEFORE, SMALL, TOKENS, accuracy, decode, layers
 from benchmarks.fp8_products import DENSE, DENSE_FAST, casts, products
 from benchmarks.gpu import SHAPES
 from benchmarks.records import Record, write
@@ -28,9 +28,9 @@ def asked(r: Record, name: str) -> float | None:
         return 1.35 if name == "A" else 1.25
     if r.op == "quantize":
         return 0.8 if r.variant in ("rows", "blocks") else 0.7
-    if r.op == "fp8_layer" and r.variant is None:
+    if r.op == "fp8_layer" and r.variant == CAST_BEFORE:
         return 1.35 if name == "A" else 1.2
-    if r.op == "masked_decode" and r.variant != "fp8, with casts":
+    if r.op == "masked_decode":
         return 0.65 if r.shape["tokens"] == 128 else 0.8
     return None
 

@@ -310,7 +310,7 @@ def test_fp8_is_checked_timed_and_held_against_what_is_asked(
     written = json.loads((tmp_path / "some.json").read_text())
     kinds = Counter((r["op"], r.get("variant")) for r in written["records"])
     peers = 3  # two ways of cuBLAS's, and bf16
-    layers = [None, "forward", *(f"{way} without the casts of weights" for way in ("both ways", "forward"))]
+    layers = [f"weights cast {when}{what}" for when in ("before", "at every call") for what in ("", ", forward")]
     casts = ["rows", "blocks", "blocks, transposed", "columns", "rows and columns"]
     assert kinds == {
         ("m_grouped_fp8", None): 2 * peers,
@@ -318,7 +318,7 @@ def test_fp8_is_checked_timed_and_held_against_what_is_asked(
         ("k_grouped_fp8", None): 2,
         **{("quantize", variant): 1 for variant in casts},
         **{("fp8_layer", variant): 1 for variant in layers},
-        **{("masked_decode", variant): 2 for variant in ("bf16", "fp8", "fp8, with casts")},
+        **{("masked_decode", f"{each}{hint}"): 2 for each in ("bf16", "fp8") for hint in ("", ", expected_rows")},
     }
     (accuracy,) = written["accuracy"]
     assert accuracy["errors"].keys() == {"bf16", "fp8", "fp8, emulated"}
@@ -329,7 +329,7 @@ def test_fp8_is_checked_timed_and_held_against_what_is_asked(
         assert of_bf16 < 1e-2 < of_fp8 < 0.1
         assert of_fp8 == pytest.approx(emulated, rel=0.1)
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert len(rows) == 1 + 2 * 2 * 2 + 2 + len(casts) + 1 + 2 * 2
+    assert len(rows) == 1 + 2 * 2 * 2 + 2 + len(casts) + 1 + 2 * 4
 
 
 def test_what_is_asked_of_fp8() -> None:
@@ -340,13 +340,12 @@ def test_what_is_asked_of_fp8() -> None:
         for peer, wanted in ((fp8_products.DENSE, 0.9), (fp8_products.DENSE_FAST, 0.9), (fp8_products.IN_BF16, None)):
             assert gpu_fp8.asked(made("m_grouped_fp8", peer), name) == wanted
         assert gpu_fp8.asked(made("k_grouped_fp8"), name) == products
-        assert gpu_fp8.asked(made("fp8_layer"), name) == layer
-        assert gpu_fp8.asked(made("fp8_layer", variant="forward"), name) is None
+        assert gpu_fp8.asked(made("fp8_layer", variant=fp8_layers.CAST_BEFORE), name) == layer
+        assert gpu_fp8.asked(made("fp8_layer", variant=fp8_layers.CAST_EACH_TIME), name) is None
     for variant, wanted in (("rows", 0.8), ("blocks", 0.8), ("blocks, transposed", 0.7), ("columns", 0.7)):
         assert gpu_fp8.asked(made("quantize", variant=variant), "A") == wanted
     for tokens, wanted in ((1, 0.8), (8, 0.8), (32, 0.8), (128, 0.65)):
         assert gpu_fp8.asked(made("masked_decode", variant="fp8", tokens=tokens), "") == wanted
-        assert gpu_fp8.asked(made("masked_decode", variant="fp8, with casts", tokens=tokens), "") is None
 
 
 @needs_fp8
@@ -369,9 +368,8 @@ def test_bytes_of_masked_decoding() -> None:
     rows, weights = experts * tokens, experts * (2 * inner * hidden + hidden * inner)
     y, x = 2 * experts * capacity * hidden, 2 * rows * hidden
     h, a = 2 * rows * 2 * inner, 2 * rows * inner
-    in_fp8 = weights + x + 2 * (x // 2) + 2 * h + 2 * a + 2 * (a // 2) + y
-    expected = {"bf16": 2 * weights + x + h + 2 * a + y, "fp8": in_fp8, "fp8, with casts": in_fp8 + 3 * weights}
-    assert fp8_layers.decode_bytes(shape) == expected
+    in_fp8 = weights + x + 2 * (x // 2) + h + 2 * (a // 2) + y
+    assert fp8_layers.decode_bytes(shape) == {"bf16": 2 * weights + x + h + 2 * a + y, "fp8": in_fp8}
 
 
 def test_a_peer_that_is_not_there_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

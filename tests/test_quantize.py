@@ -9,7 +9,7 @@ import torch
 from conftest import Place
 from hypothesis import given
 from hypothesis import strategies as st
-from inputs import LAYOUTS, Layout, contiguous, randn, unchanged
+from inputs import LAYOUTS, Layout, contiguous, randn, random_rows, unchanged
 from places import places
 from torch import Tensor
 
@@ -98,6 +98,17 @@ def test_rows(shape: tuple[int, int], power_of_two: bool, dtype: torch.dtype, pl
     assert_rounded(x, dequantize_rows(*actual), actual.data, each_scale(actual.scales, shape[1]), dtype)
     if x.any():
         assert actual.data.float().abs().max() == FORMATS[dtype][0] or power_of_two  # all of the range is used
+
+
+@in_every_place
+@pytest.mark.parametrize("layout", [LAYOUTS["uneven"], contiguous([70, 0, 1], spare=9)], ids=["uneven", "more"])
+def test_rows_of_experts_alone(layout: Layout, place: Place) -> None:
+    """Bit for bit those of a cast of all rows; NaN in the others."""
+    x = random_rows(layout, 140, dtype=place.dtype, device=place.device)
+    owned = [row for start, end in layout.bounds for row in range(start, end)]
+    actual, whole = quantize_rows(x, rows=layout.rows(place.device)), quantize_rows(x.nan_to_num(0))
+    assert torch.equal(actual.scales[owned], whole.scales[owned])
+    assert torch.equal(bits(actual.data)[owned], bits(whole.data)[owned])
 
 
 @in_every_place

@@ -143,8 +143,9 @@ class FP8Products(Products):
         activation: str,
     ) -> tuple[Tensor, Quantized]:
         scales = self.recipe.power_of_two_scales
+        if not isinstance(x, Quantized):
+            x = self._by_rows(x, E4M3, rows if rows.row_index is None else None)
         x = _gathered_x(x, rows.row_index)
-        x = x if isinstance(x, Quantized) else self._by_rows(x, E4M3)
         operands = *x, *self._weight("fc1_weight", weight)
         h, *a = fc1_activation_fp8_op(
             *operands, rows.starts, rows.ends, probs, activation, self.dtype, scales, rows.tiles, self.expected_rows
@@ -174,7 +175,7 @@ class FP8Products(Products):
             *by_rows, data, column_scales = quantize_rows_and_columns_op(dy, starts, ends, dtype, scales)
             left = Columns(data, column_scales)
         else:
-            by_rows = self._by_rows(_gathered(dy, index), dtype)
+            by_rows = _gathered_x(self._by_rows(dy, dtype, rows if index is None else None), index)
         w = self._weight("fc2_weight", weight, transpose=True)
         if not self.recipe.fp8_wgrad and (wanted.fc1_weight or wanted.fc2_weight):
             da = self._fp8_product(by_rows, w, rows, torch.float32)
@@ -187,7 +188,7 @@ class FP8Products(Products):
         return left, Casts(Quantized(*made[:2]), Columns(*made[2:4])), Columns(*made[4:]), dprobs
 
     def fc1_dgrad(self, dh: Tensor | Casts, weight: Tensor, rows: Rows, zero_gaps: bool) -> Tensor:
-        operand = dh.by_rows if isinstance(dh, Casts) else self._by_rows(dh, self.recipe.gradient_dtype)
+        operand = dh.by_rows if isinstance(dh, Casts) else self._by_rows(dh, self.recipe.gradient_dtype, rows)
         return self._fp8_product(operand, self._weight("fc1_weight", weight, transpose=True), rows, self.dtype)
 
     def weight_gradient(
@@ -205,8 +206,12 @@ class FP8Products(Products):
         left = left.by_columns if isinstance(left, Casts) else left
         return FP8WeightGradient(left, right, rows, dtype, left_index, right_index, self.recipe)
 
-    def _by_rows(self, x: Tensor, dtype: torch.dtype) -> Quantized:
-        return Quantized(*quantize_rows_op(x, dtype, self.recipe.power_of_two_scales))
+    def _by_rows(self, x: Tensor, dtype: torch.dtype, rows: Rows | None) -> Quantized:
+        """Of experts' rows, or of all, as of tokens, before they are gathered."""
+        scales = self.recipe.power_of_two_scales
+        if rows is None:
+            return Quantized(*quantize_rows_op(x, dtype, scales))
+        return Quantized(*quantize_rows_op(x, dtype, scales, rows.starts, rows.ends, rows.tiles, self.expected_rows))
 
     def _weight(self, name: str, weight: Tensor, transpose: bool = False) -> Quantized:
         if self.weights is not None:

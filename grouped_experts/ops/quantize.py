@@ -27,17 +27,26 @@ class Quantized(NamedTuple):
     scales: Tensor
 
 
-def quantize_rows(x: Tensor, *, dtype: torch.dtype = torch.float8_e4m3fn, power_of_two: bool = False) -> Quantized:
+def quantize_rows(
+    x: Tensor,
+    *,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    power_of_two: bool = False,
+    rows: RowRanges | None = None,
+) -> Quantized:
     """Blocks of 128 numbers of a row: the operand of an m-grouped product.
 
     x (T, K) bf16 | fp16 | fp32 | fp64, any strides. dtype: float8_e4m3fn or float8_e5m2. power_of_two: scales of the
-    next power of two.
+    next power of two. rows: of every expert; those of none are undefined then, and not read on a GPU.
 
     Returns data (T, K) and scales (T, ceil(K / 128)), which lie in memory column by column, each at a multiple of 16
     bytes. Not differentiable. Raises TypeError for a dtype, ValueError for a shape that does not fit.
     """
     _check(x, "(T, K)", 2, dtype)
-    return Quantized(*quantize_rows_op(x, dtype, power_of_two))
+    if rows is None:
+        return Quantized(*quantize_rows_op(x, dtype, power_of_two))
+    check_rows(rows, None, like=x)
+    return Quantized(*quantize_rows_op(x, dtype, power_of_two, rows.starts, rows.ends))
 
 
 def quantize_blocks(
@@ -126,9 +135,10 @@ def check_fp8(name: str, dtype: torch.dtype) -> None:
 
 
 quantize_rows_op = define_op(
-    "quantize_rows(Tensor x, ScalarType dtype, bool power_of_two) -> (Tensor, Tensor)",
+    "quantize_rows(Tensor x, ScalarType dtype, bool power_of_two, Tensor? starts=None, Tensor? ends=None,"
+    " Tensor? tiles=None, int expected_rows=0) -> (Tensor, Tensor)",
     implementation=by_family("quantize_rows"),
-    fake=lambda x, dtype, power_of_two: empty_rows(x, dtype),
+    fake=lambda x, dtype, *_: empty_rows(x, dtype),
 )
 quantize_blocks_op = define_op(
     "quantize_blocks(Tensor w, ScalarType dtype, bool power_of_two, bool transpose) -> (Tensor, Tensor)",

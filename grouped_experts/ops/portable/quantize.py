@@ -7,9 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from grouped_experts.ops.portable.elementwise import rows_of_program
 from grouped_experts.ops.portable.fp8 import absolute, fp8_or_bits, from_fp8, is_native, reciprocal, scale_of, to_fp8
 from grouped_experts.ops.portable.launch import cdiv, kernel
-from grouped_experts.ops.portable.schedule import build_schedule
+from grouped_experts.ops.portable.schedule import build_schedule, max_tiles, schedule_of
+from grouped_experts.ops.portable.tiles import row_block
 from grouped_experts.ops.reference.quantize import empty_blocks, empty_columns, empty_rows
 from grouped_experts.rows import FP8_BLOCK
 
@@ -17,6 +19,7 @@ from grouped_experts.rows import FP8_BLOCK
 @triton.jit
 def quantize_rows_kernel(
     x_ptr,  # (R, K)
+    tiles_ptr,  # (1 + tiles, 4), or None: of all rows
     data_ptr,  # (R, K)
     scales_ptr,  # (R, K / 128), unit stride
     num_rows,
@@ -24,6 +27,7 @@ def quantize_rows_kernel(
     stride_xm,
     stride_xk,
     stride_sk,
+    TILE: tl.constexpr,  # rows of a tile of the schedule
     ROWS: tl.constexpr,
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -31,14 +35,14 @@ def quantize_rows_kernel(
     BLOCK: tl.constexpr,
 ):
     """Grid (row blocks, K / 128)."""
-    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = (m < num_rows)[:, None] & (k < K)[None, :]
-    at = x_ptr + m.to(tl.int64)[:, None] * stride_xm + k.to(tl.int64)[None, :] * stride_xk
-    x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    store_rows(
-        x, m, k, num_rows, data_ptr, scales_ptr, stride_sk, K, E5M2, POWER_OF_TWO, NATIVE, BLOCK
-    )  # fmt: skip
+    _expert, m0, _end, end = rows_of_program(tiles_ptr, num_rows, TILE, ROWS)
+    if m0 < end:
+        m = m0 + tl.arange(0, ROWS)
+        k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = (m < end)[:, None] & (k < K)[None, :]
+        at = x_ptr + m.to(tl.int64)[:, None] * stride_xm + k.to(tl.int64)[None, :] * stride_xk
+        x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        store_rows(x, m, k, end, data_ptr, scales_ptr, stride_sk, K, E5M2, POWER_OF_TWO, NATIVE, BLOCK)
 
 
 @triton.jit
@@ -154,13 +158,29 @@ def quantize_columns_kernel(
             )  # fmt: skip
 
 
-def quantize_rows(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    x: Tensor,
+    dtype: torch.dtype,
+    power_of_two: bool,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    tiles: Tensor | None = None,
+    expected_rows: int = 0,
+) -> tuple[Tensor, Tensor]:
     data, scales = empty_rows(x, dtype)
     if data.numel():
-        kernel(quantize_rows_kernel, ROWS=32, **options(data, power_of_two)).launch(
-            (cdiv(x.shape[0], 32), scales.shape[1]),
+        tile = rows = 32
+        programs = cdiv(x.shape[0], rows)
+        if starts is not None and ends is not None:
+            tile = row_block(x.shape[0], starts.shape[0], expected_rows)
+            rows = min(tile, rows)
+            tiles = schedule_of(tiles, starts, ends, x.shape[0], expected_rows)
+            programs = max_tiles(x.shape[0], starts.shape[0], tile) * (tile // rows)
+        kernel(quantize_rows_kernel, TILE=tile, ROWS=rows, **options(data, power_of_two)).launch(
+            (programs, scales.shape[1]),
             x.device,
             x,
+            tiles,
             fp8_or_bits(data),
             scales,
             *x.shape,

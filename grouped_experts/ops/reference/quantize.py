@@ -67,8 +67,16 @@ def blocks_of(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return x
 
 
-def quantize_rows(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """(R, K), and scales (R, K / 128): those of a block column are neighbours."""
+def quantize_rows(
+    x: Tensor,
+    dtype: torch.dtype,
+    power_of_two: bool,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    tiles: Tensor | None = None,
+    expected_rows: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Of all rows, whatever the ranges. (R, K), and scales (R, K / 128): those of a block column are neighbours."""
     data, scales = empty_rows(x, dtype)
     blocks = blocks_of(x, (-1,))
     scales.copy_(scales_of(blocks.abs().amax(2), dtype, power_of_two))
