@@ -1,4 +1,4 @@
-"""Gluon kernels for sm_90, the Hopper GPUs, in bf16 and fp16; what they do not take goes to the portable ones.
+"""Gluon kernels for sm_90, the Hopper GPUs, in bf16, fp16 and FP8; what they do not take goes to the portable ones.
 
 The functions below have the signatures of the ops, as those of `grouped_experts.ops.reference` have. Which kernels a
 call took is in the debug log of `grouped_experts.ops.hopper.dispatch`.
