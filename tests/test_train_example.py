@@ -116,6 +116,14 @@ def test_a_deferred_run_is_the_plain_run(text: Path, whole_run: Path, tmp_path: 
     assert_same_run(tmp_path / "deferred", whole_run)
 
 
+def test_a_run_in_fp8_is_near_the_plain_run(text: Path, whole_run: Path, tmp_path: Path) -> None:
+    run(text, tmp_path / "fp8", "--steps", str(STEPS), "--fp8")
+    plain, fp8 = (RunLog.read(folder / "log.jsonl") for folder in (whole_run, tmp_path / "fp8"))
+    assert fp8.train_loss != plain.train_loss
+    assert fp8.train_loss == pytest.approx(plain.train_loss, rel=0.01)
+    assert all("experts in FP8" in name for name in fp8.device.values())
+
+
 def test_a_step_with_gradients_left_behind_is_refused(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,7 +277,7 @@ def test_a_resumed_run_keeps_the_devices_of_its_steps(
 ) -> None:
     out = tmp_path / "run"
     shutil.copytree(whole_run, out)
-    monkeypatch.setattr("moe_lm.trainer.device_name", lambda device: "another")
+    monkeypatch.setattr("moe_lm.trainer.device_name", lambda device, fp8: "another")
     assert train_moe_lm.main(command(text, out, "--resume", "--steps", str(STEPS + 2))[2:]) == 0
     assert RunLog.read(out / "log.jsonl").device == {1: "CPU (fp32)", STEPS + 1: "another"}
 

@@ -63,10 +63,10 @@ class LanguageModelOutput(NamedTuple):
 class LanguageModel(nn.Module):
     """Bytes in, logits of the next byte out."""
 
-    def __init__(self, config: ModelConfig, *, defer_wgrad: bool = False) -> None:
+    def __init__(self, config: ModelConfig, *, defer_wgrad: bool = False, precision: str | None = None) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config, defer_wgrad) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, defer_wgrad, precision) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden_size)
         self.head = nn.Linear(config.hidden_size, VOCABULARY, bias=False)
         rotation = rope_rotation(config.context, config.hidden_size // config.heads)
@@ -88,13 +88,18 @@ class LanguageModel(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + MoE(norm(x))."""
 
-    def __init__(self, config: ModelConfig, defer_wgrad: bool) -> None:
+    def __init__(self, config: ModelConfig, defer_wgrad: bool, precision: str | None) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden_size)
         self.attention = Attention(config.hidden_size, config.heads)
         self.moe_norm = nn.RMSNorm(config.hidden_size)
         self.moe = MoE(
-            config.hidden_size, config.intermediate_size, config.experts, config.top_k, defer_wgrad=defer_wgrad
+            config.hidden_size,
+            config.intermediate_size,
+            config.experts,
+            config.top_k,
+            defer_wgrad=defer_wgrad,
+            precision=precision,
         )
 
     def forward(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -37,6 +37,8 @@ class Settings:
     """where to compute; auto takes a GPU if there is one (with bf16 there, fp32 on a CPU)"""
     defer_wgrad: bool = False
     """compute the experts' weight gradients after the rest of the backward pass; the numbers stay the same"""
+    fp8: bool = False
+    """compute the experts' products in FP8, which a CPU emulates, slowly"""
     steps: int = 1100
     """training steps in all, those before a resume included"""
     batch_size: int = 16

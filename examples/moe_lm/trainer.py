@@ -35,7 +35,8 @@ class Trainer:
     def __init__(self, settings: Settings, corpus: Corpus, device: torch.device) -> None:
         self.settings, self.corpus, self.device = settings, corpus, device
         torch.manual_seed(settings.seed)
-        self.model = LanguageModel(settings.model, defer_wgrad=settings.defer_wgrad).to(device)
+        precision = "fp8" if settings.fp8 else None
+        self.model = LanguageModel(settings.model, defer_wgrad=settings.defer_wgrad, precision=precision).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), weight_decay=settings.weight_decay, fused=True)
         self.optimizer.register_step_pre_hook(lambda *_: grouped_experts.check_no_pending_wgrads(self.model))
         self.generator = torch.Generator().manual_seed(settings.seed)
@@ -68,7 +69,7 @@ class Trainer:
         value = loss.item()
         if not math.isfinite(value):
             raise UserError(f"the loss is {value} in step {self.step + 1}: try a lower --learning-rate")
-        self.log.add_step(value, out.tokens_per_expert, device_name(self.device))
+        self.log.add_step(value, out.tokens_per_expert, device_name(self.device, settings.fp8))
         return out.tokens_per_expert
 
     @torch.no_grad()
@@ -124,10 +125,11 @@ def uses_bf16(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def device_name(device: torch.device) -> str:
+def device_name(device: torch.device, fp8: bool) -> str:
     """With the dtype that its products are computed in, since the losses of a run depend on both."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
-    return f"{name} ({'bf16' if uses_bf16(device) else 'fp32'})"
+    dtype = "bf16" if uses_bf16(device) else "fp32"
+    return f"{name} ({dtype}, experts in FP8)" if fp8 else f"{name} ({dtype})"
 
 
 def learning_rate(step: int, settings: Settings) -> float:
