@@ -15,8 +15,7 @@ from benchmarks.gpu_layers import Step, forward_backward
 from benchmarks.peers import loop_over_experts
 from benchmarks.records import Record, record
 from benchmarks.timing import Round, Run, event_ms_of
-from grouped_experts import GroupedMLP
-from grouped_experts.nn.fp8 import QuantizedWeights
+from grouped_experts import GroupedMLP, QuantizedWeights
 from grouped_experts.ops.families import use_family
 
 BF16 = torch.bfloat16

@@ -8,7 +8,15 @@ and from tokens with their top-k choices: `routed_experts`.
 """
 
 from grouped_experts import nn, ops
-from grouped_experts.nn import FP8Recipe, GroupedMLP, MoE, backward_dw, check_no_pending_wgrads, routed_experts
+from grouped_experts.nn import (
+    FP8Recipe,
+    GroupedMLP,
+    MoE,
+    QuantizedWeights,
+    backward_dw,
+    check_no_pending_wgrads,
+    routed_experts,
+)
 from grouped_experts.rows import RowRanges
 
 __version__ = "0.1.0"
@@ -17,6 +25,7 @@ __all__ = [
     "FP8Recipe",
     "GroupedMLP",
     "MoE",
+    "QuantizedWeights",
     "RowRanges",
     "backward_dw",
     "check_no_pending_wgrads",

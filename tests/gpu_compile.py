@@ -244,6 +244,8 @@ def launch_fp8(dtype: torch.dtype) -> None:
                 portable.quantize_blocks(w, fp8_dtype, power_of_two, transpose)
             portable.quantize_columns(x, ends, ends, fp8_dtype, power_of_two)
             portable.quantize_rows(x, fp8_dtype, power_of_two)
+            for expected_rows in (10, 20, 100):
+                portable.quantize_rows(x, fp8_dtype, power_of_two, ends, ends, None, expected_rows)
             portable.quantize_columns(sent[0], ends, ends, fp8_dtype, power_of_two, sent[1])
             portable.quantize_rows_and_columns(x, ends, ends, fp8_dtype, power_of_two)
         weight = reference.quantize_blocks(w.float(), torch.float8_e4m3fn, False, False)
@@ -258,8 +260,8 @@ def launch_fp8(dtype: torch.dtype) -> None:
         portable.k_grouped_gemm_fp8_accumulate(torch.empty(experts, columns, depth), *a, *b, ends, ends)
 
 
-def launch_hopper_fp8() -> None:
-    """The Gluon kernels of FP8 operands, for every dtype of x and of the output; E = 8 experts, 200 rows each."""
+def launch_hopper_fp8(dtype: torch.dtype) -> None:
+    """The Gluon kernels of FP8 operands, for every dtype of theirs and of the output; E = 8 experts, 200 rows each."""
     experts, rows, columns, depth = 8, 1600, 392, 272
     ends = torch.empty(experts, dtype=torch.int32)
     weight = reference.quantize_blocks(torch.empty(experts, columns, depth), torch.float8_e4m3fn, False, False)
@@ -269,8 +271,8 @@ def launch_hopper_fp8() -> None:
         b = empty_columns(torch.empty(rows, depth), experts, torch.float8_e4m3fn)
         for out_dtype in (torch.bfloat16, torch.float16, torch.float32):
             hopper.m_grouped_gemm_fp8(*x, *weight, ends, ends, out_dtype)
-        for out_dtype in (torch.bfloat16, torch.float16):
             hopper.k_grouped_gemm_fp8(*a, *b, ends, ends, out_dtype)
+        hopper.m_grouped_gemm_fp8(*x, weight[0].to(torch.float8_e5m2), weight[1], ends, ends, dtype)
         hopper.k_grouped_gemm_fp8_accumulate(torch.empty(experts, columns, depth), *a, *b, ends, ends)
     x, probs = reference.quantize_rows(torch.empty(rows, depth), torch.float8_e4m3fn, False), torch.empty(rows)
     weight = reference.quantize_blocks(torch.empty(experts, 512, depth), torch.float8_e4m3fn, False, False)
@@ -310,7 +312,7 @@ def main() -> None:
             elif layer == "fp8":
                 launch_fp8(dtype)
                 if arch == 90:
-                    launch_hopper_fp8()
+                    launch_hopper_fp8(dtype)
             else:
                 launch_everything(64 * int(layer), dtype)
 

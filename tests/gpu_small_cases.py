@@ -331,6 +331,7 @@ def main(device: str = "cuda") -> None:
     routed(403, 72, 520, 2, 5, device)
     in_fp8(padded([3, 0, 150, 9], 8, spare=5), 36, 20, device)
     in_fp8(contiguous([130, 0, 1], spare=3), 150, 270, device)
+    in_fp8(contiguous([130, 0, 1, 300], spare=3), 136, 272, device)  # Gluon's on a Hopper GPU
     if device == "cuda":
         torch.cuda.synchronize()
     print("ok")

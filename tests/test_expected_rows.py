@@ -64,6 +64,12 @@ def test_the_products_with_an_activation(expected_rows: int, layout: str, place:
     torch.testing.assert_close(dprobs, dprobs_expected, rtol=1e-4, atol=1e-3)
 
 
+def assert_near(actual: Tensor, expected: Tensor, limit: float = 1e-3) -> None:
+    """Tensor cores sum FP8 in few bits, and other tiles take other instructions."""
+    limit += torch.finfo(actual.dtype).eps
+    assert (actual.double() - expected.double()).norm() <= limit * expected.double().norm()
+
+
 @pytest.mark.parametrize(
     "place", places([torch.bfloat16, torch.float16, torch.float32], interpreted=[torch.float16]), indirect=True
 )
@@ -78,7 +84,7 @@ def test_fp8(expected_rows: int, layout: str, place: Place) -> None:
     y, y_expected = (
         m_grouped_gemm_fp8(x, w1, rows, out_dtype=place.dtype, expected_rows=n) for n in (expected_rows, None)
     )
-    torch.testing.assert_close(y, y_expected)
+    assert_near(y, y_expected)
     (h, a), (h_expected, a_expected) = (
         fc1_activation_fp8(x, w1, rows, h_dtype=place.dtype, expected_rows=n) for n in (expected_rows, None)
     )
@@ -86,11 +92,11 @@ def test_fp8(expected_rows: int, layout: str, place: Place) -> None:
         fc2_dgrad_activation_fp8(x, w2, y_expected, rows, need_columns=False, expected_rows=n)
         for n in (expected_rows, None)
     )
-    torch.testing.assert_close(h[owned], h_expected[owned])
-    torch.testing.assert_close(dprobs, dprobs_expected, rtol=1e-4, atol=1e-3)
+    assert_near(h[owned], h_expected[owned])
+    assert_near(dprobs, dprobs_expected)
     for actual, expected in ((a, a_expected), (dh, dh_expected)):
         numbers, numbers_expected = dequantize_rows(*actual), dequantize_rows(*expected)
-        torch.testing.assert_close(numbers[owned], numbers_expected[owned], rtol=0.13, atol=0.1)
+        assert_near(numbers[owned], numbers_expected[owned], 2e-2)  # some round the other way
 
 
 @pytest.mark.gpu
@@ -127,9 +133,8 @@ def test_the_layer(expected_rows: int, precision: str | None, device: str) -> No
         y = mlp(x, counts, probs, expected_rows=hint)
         wanted = (x, probs, *mlp.parameters())
         gradients.append((y.detach(), *torch.autograd.grad(y, wanted, torch.ones_like(y))))
-    tolerance = {"rtol": 0.1, "atol": 0.05} if precision else {}
     for actual, expected in zip(*gradients, strict=True):
-        torch.testing.assert_close(actual, expected, **tolerance)
+        assert_near(actual, expected, 2e-2 if precision else 1e-3)
 
 
 def test_a_routing_has_no_other_rows() -> None:
@@ -137,3 +142,12 @@ def test_a_routing_has_no_other_rows() -> None:
     ids = torch.tensor([[0], [1], [1]])
     with pytest.raises(ValueError, match="expected_rows: wanted None with a Routing, got 5"):
         mlp(torch.ones(3, 8), route(ids, 2), torch.ones(3, 1), expected_rows=5)
+
+
+def test_compiled_once_for_all_values() -> None:
+    mlp, counts = GroupedMLP(8, 4, 2), torch.tensor([2, 3])
+    x = torch.randn(5, 8)
+    compiled = torch.compile(mlp, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for expected_rows in range(1, 14):  # more than would be compiled anew
+            assert torch.equal(compiled(x, counts, expected_rows=expected_rows), mlp(x, counts))

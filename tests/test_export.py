@@ -20,6 +20,18 @@ def test_an_exported_layer_computes_the_same(
     assert torch.equal(exported(*inputs), mlp(*inputs))
 
 
+@pytest.mark.parametrize("precision", [None, "fp8"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_layer_takes_other_numbers_of_rows(strict: bool, precision: str | None) -> None:
+    mlp = GroupedMLP(16, 8, 3, precision=precision)
+    inputs = torch.randn(9, 16), torch.tensor([2, 4, 3]), torch.rand(9)
+    rows = {0: torch.export.Dim("T", min=2, max=1000)}
+    exported = torch.export.export(mlp, inputs, dynamic_shapes=(rows, {}, rows), strict=strict).module()
+    for counts in ([2, 4, 3], [0, 11, 9], [200, 1, 0]):
+        given = torch.randn(sum(counts), 16), torch.tensor(counts), torch.rand(sum(counts))
+        assert torch.equal(exported(*given), mlp(*given))
+
+
 def test_double_backward_through_an_op_raises() -> None:
     h = torch.randn(4, 6, requires_grad=True)
     (gradient,) = torch.autograd.grad(ops.scaled_activation(h).square().sum(), h, create_graph=True)

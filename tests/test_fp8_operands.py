@@ -9,7 +9,7 @@ from inputs import LAYOUTS, Layout, contiguous, padded, randn
 from places import places
 from torch import Tensor
 
-from grouped_experts import FP8Recipe, GroupedMLP, RowRanges
+from grouped_experts import FP8Recipe, GroupedMLP, MoE, RowRanges
 from grouped_experts.nn.fp8 import QuantizedWeights
 from grouped_experts.ops import Quantized, quantize_rows, route
 from grouped_experts.ops.reference.quantize import dequantize_rows
@@ -212,6 +212,56 @@ def test_refuses_weights() -> None:
     other = GroupedMLP(HIDDEN, 8, EXPERTS, precision="fp8").quantize_weights()
     with pytest.raises(ValueError, match=r"weights.fc1_weight.data: wanted shape .* got \(3, 16, 140\)"):
         mlp(x, rows, weights=other)
+
+
+def test_refuses_casts_that_are_of_no_such_weights() -> None:
+    mlp, other = GroupedMLP(160, 32, 2, precision="fp8"), GroupedMLP(160, 32, 1, precision="fp8")
+    right = mlp.quantize_weights()
+    data, scales = right.fc1_weight
+    kept = [t.float().clone() for each in right for t in each]
+    for wrong, error, message in (
+        (Quantized(data.bfloat16(), scales), TypeError, r"fc1_weight.data: wanted dtype float8_e4m3fn or float8_e5m2"),
+        (Quantized(data, scales.bfloat16()), TypeError, r"fc1_weight.scales: wanted dtype float32, got torch.bfloat16"),
+        (Quantized(data, scales[:1]), ValueError, r"fc1_weight.scales: wanted shape .* got \(1, 1, 2\)"),
+        (Quantized(data[:1], scales), ValueError, r"fc1_weight.data: wanted shape .* got \(1, 64, 160\)"),
+        (Quantized(data, None), TypeError, "fc1_weight.scales: wanted a tensor, got NoneType"),
+        (None, TypeError, "fc1_weight: wanted a Quantized, got NoneType"),
+    ):
+        casts = right._replace(fc1_weight=wrong)
+        with pytest.raises(error, match=rf"weights\.{message}"):
+            mlp(torch.randn(3, 160), [1, 2], weights=casts)
+        with pytest.raises(error, match=rf"into\.{message}"):
+            mlp.quantize_weights(into=casts)
+    for wrong in (other.quantize_weights(), tuple(right), True):
+        with pytest.raises((TypeError, ValueError), match="^into"):
+            mlp.quantize_weights(into=wrong)
+    assert all(torch.equal(t.float(), before) for t, before in zip((t for e in right for t in e), kept, strict=True))
+
+
+def test_moe_takes_casts_of_its_experts() -> None:
+    moe = MoE(160, 32, 4, 2, precision="fp8")
+    x = torch.randn(7, 160)
+    weights = moe.experts.quantize_weights()
+    before = moe(x).y
+    assert torch.equal(moe(x, weights=weights).y, before)
+    moe.experts.fc1_weight.data.mul_(2)
+    assert torch.equal(moe(x, weights=weights).y, before)
+    assert not torch.equal(moe(x).y, before)
+
+
+def test_a_precision_is_not_for_a_layer_with_biases() -> None:
+    mlp = GroupedMLP(16, 8, 2, bias=True)
+    mlp.precision = FP8Recipe()
+    with pytest.raises(ValueError, match="precision: wanted None with biases"):
+        mlp(torch.randn(3, 16), [1, 2])
+
+
+def test_recipes_are_of_bools() -> None:
+    for name in ("power_of_two_scales", "fp8_wgrad", "emulate"):
+        with pytest.raises(TypeError, match=f"{name}: wanted a bool, got 'no'"):
+            FP8Recipe(**{name: "no"})
+    with pytest.raises(TypeError, match="gradient_dtype: wanted float8_e4m3fn or float8_e5m2, got "):
+        FP8Recipe(gradient_dtype=[1])
 
 
 @pytest.mark.filterwarnings(r"ignore:::torch\.")

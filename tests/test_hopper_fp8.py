@@ -9,6 +9,7 @@ from inputs import Layout, contiguous, masked, padded
 from test_products_fp8 import assert_close, dequantized_columns
 from torch import Tensor
 
+from grouped_experts import FP8Recipe, GroupedMLP
 from grouped_experts.ops import (
     Quantized,
     fc1_activation_fp8,
@@ -18,8 +19,10 @@ from grouped_experts.ops import (
     quantize_blocks,
     quantize_columns,
     quantize_rows,
+    route,
     scaled_activation,
 )
+from grouped_experts.ops.families import use_family
 from grouped_experts.ops.reference.quantize import dequantize_blocks, dequantize_rows
 
 pytestmark = [
@@ -122,7 +125,7 @@ def test_scales_of_any_strides(paths: list[str]) -> None:
 
 
 def test_scales_whose_product_is_beyond_fp32() -> None:
-    """Their product is infinity, the sum of the numbers zero, or small enough."""
+    """Infinity, where they are of a sum of zero."""
     layout = contiguous([200])
     x, w = quantize_rows(rows_of(layout, 128)), quantize_blocks(weight_of(1, 136, 128))
     x.scales.fill_(2.0**70)
@@ -234,6 +237,36 @@ def test_more_weight_tiles_than_programs(paths: list[str]) -> None:
         a, b = (quantize_columns(rows_of(layout, n), ranges) for n in (1000, 1544))
         check_k_grouped(k_grouped_gemm_fp8(a, b, ranges), a, b, layout)
     assert paths == ["k_grouped_gemm_fp8: Gluon"] * 2
+
+
+@pytest.mark.parametrize("layer", ["plain", "deferred", "routed", "e5m2", "cast before", "expected rows"])
+def test_the_layer(layer: str, paths: list[str]) -> None:
+    """y and all gradients beside those that the reference emulates; by Gluon's kernels, in all products."""
+    recipe = FP8Recipe(gradient_dtype=E5M2 if layer == "e5m2" else E4M3)
+    mlp = GroupedMLP(272, 256, 5, precision=recipe, defer_wgrad=layer == "deferred", device=DEVICE, dtype=BF16)
+    counts = torch.tensor([130, 0, 1, 300, 99], device=DEVICE)
+    tokens = 265 if layer == "routed" else 533
+    x = torch.randn(tokens, 272, device=DEVICE, dtype=BF16, requires_grad=True)
+    choices = (tokens, 2) if layer == "routed" else (tokens,)
+    probs = torch.rand(choices, device=DEVICE, requires_grad=True)
+    rows = route(torch.randint(5, choices, device=DEVICE), 5) if layer == "routed" else counts
+    dy = torch.randn(tokens, 272, device=DEVICE, dtype=BF16)
+    options: dict[str, object] = {"weights": mlp.quantize_weights()} if layer == "cast before" else {}
+    options |= {"expected_rows": 100} if layer == "expected rows" else {}
+    results = []
+    for family in ("hopper", "reference"):
+        mlp.zero_grad()
+        x.grad = probs.grad = None
+        with use_family(family):
+            for _ in range(2 if layer == "deferred" else 1):
+                y = mlp(x, rows, probs, **options)
+                y.backward(dy)
+            mlp.backward_dw()
+        results.append([y.detach(), x.grad, probs.grad, *(p.grad for p in mlp.parameters())])
+    assert paths
+    assert all(path.endswith("Gluon") for path in paths)
+    for actual, expected in zip(*results, strict=True):
+        assert (actual.double() - expected.double()).norm() <= 2e-2 * expected.double().norm()
 
 
 def test_the_same_bits_every_time() -> None:

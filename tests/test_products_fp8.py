@@ -223,6 +223,14 @@ def test_bad_arguments_of_a_contraction() -> None:
     ):
         with pytest.raises(error, match=message):
             k_grouped_gemm_fp8_accumulate(*arguments, rows)
+    for several, message in (
+        ([100, 300], "rows: wanted at most 2 blocks of 128 rows, got 4"),
+        (None, "rows: wanted a"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            k_grouped_gemm_fp8(a, b, several and RowRanges.contiguous(several))
+    with pytest.raises(TypeError, match="c: wanted a tensor, got NoneType"):
+        k_grouped_gemm_fp8_accumulate(None, a, b, rows)
     with pytest.raises(ValueError, match="wanted c without requires_grad"):
         k_grouped_gemm_fp8_accumulate(c.clone().requires_grad_(), a, b, rows)
     assert not c.any()

@@ -1,6 +1,6 @@
 """Modules: parameters, initialisation, state, and a short forward."""
 
-from grouped_experts.nn.fp8 import FP8Recipe
+from grouped_experts.nn.fp8 import FP8Recipe, QuantizedWeights
 from grouped_experts.nn.grouped_mlp import GroupedMLP, backward_dw, check_no_pending_wgrads
 from grouped_experts.nn.moe import MoE, MoEOutput
 from grouped_experts.nn.routed import routed_experts
@@ -11,6 +11,7 @@ __all__ = [
     "GroupedMLP",
     "MoE",
     "MoEOutput",
+    "QuantizedWeights",
     "Router",
     "RouterOutput",
     "backward_dw",

@@ -12,7 +12,7 @@ from torch import Tensor
 from grouped_experts.nn.deferred import Gradient
 from grouped_experts.nn.products import Products, Rows, Wanted, cast
 from grouped_experts.ops.activation import scaled_activation_backward_op
-from grouped_experts.ops.families import FP8, knows_fp8
+from grouped_experts.ops.families import knows_fp8
 from grouped_experts.ops.fused_fp8 import fc1_activation_fp8_op, fc2_dgrad_activation_fp8_op
 from grouped_experts.ops.permute import gather_rows_op
 from grouped_experts.ops.products_fp8 import (
@@ -22,6 +22,7 @@ from grouped_experts.ops.products_fp8 import (
 )
 from grouped_experts.ops.quantize import (
     Quantized,
+    check_fp8,
     quantize_blocks_op,
     quantize_columns_op,
     quantize_rows_and_columns_op,
@@ -43,7 +44,7 @@ class FP8Recipe:
     emulate: on a GPU below sm_89, which has no FP8, compute in fp32 with the rounded numbers, waiting for the GPU; as a
     CPU always does, but for the waiting.
 
-    Raises TypeError for a gradient_dtype that is none of the two.
+    Raises TypeError for a gradient_dtype that is none of the two, and for a choice that is no bool.
     """
 
     power_of_two_scales: bool = False
@@ -52,8 +53,10 @@ class FP8Recipe:
     emulate: bool = False
 
     def __post_init__(self) -> None:
-        if self.gradient_dtype not in FP8:
-            raise TypeError(f"gradient_dtype: wanted float8_e4m3fn or float8_e5m2, got {self.gradient_dtype}")
+        check_fp8("gradient_dtype", self.gradient_dtype)
+        for name in ("power_of_two_scales", "fp8_wgrad", "emulate"):
+            if type(getattr(self, name)) is not bool:
+                raise TypeError(f"{name}: wanted a bool, got {getattr(self, name)!r}")
 
     def products(
         self, x: Tensor, dtype: torch.dtype, weights: QuantizedWeights | None = None, expected_rows: int = 0
@@ -72,10 +75,10 @@ class FP8Recipe:
         return FP8Products(dtype, self, weights, expected_rows=expected_rows)
 
 
-def recipe_of(precision: str | FP8Recipe | None) -> FP8Recipe | None:
+def recipe_of(precision: object) -> FP8Recipe | None:
     if precision is None or isinstance(precision, FP8Recipe):
         return precision
-    if precision != "fp8":
+    if not isinstance(precision, str) or precision != "fp8":
         raise ValueError(f"precision: wanted None, 'fp8' or an FP8Recipe, got {precision!r}")
     return FP8Recipe()
 

@@ -134,13 +134,18 @@ class GroupedMLP(nn.Module):
             check_quantized_x(given_x, self.precision)
         else:
             check_float("x", x)
+        num_rows = math.prod(x.shape[:-1])  # `Size.numel` would make a constant of a dynamic shape
         masked = x.dim() == 3 and not isinstance(tokens_per_expert, Routing)
         check_shape("x", x, self._shape_of_x(masked), "(E, C, H)" if masked else "(T, H)")
         x_rows = _rows_of(given_x) if masked else given_x
         check_weights(own, self.activation, self.num_experts, self.hidden_size, self.intermediate_size, like=x)
         dtype = compute_dtype(given_x, own)
         if weights is not None:
-            check_quantized_weights(weights, own, self.precision)
+            if self.precision is None:
+                raise ValueError("weights: wanted None without a precision, got QuantizedWeights")
+            check_quantized_weights(weights, own)
+        if self.precision is not None and (self.fc1_bias is not None or self.fc2_bias is not None):
+            raise ValueError("precision: wanted None with biases, got one")
         expected = check_expected_rows(expected_rows)
         if self.precision is None:
             products = Products(dtype, expected_rows=expected)
@@ -163,8 +168,8 @@ class GroupedMLP(nn.Module):
                 check_float("probs", probs)
                 check_shape("probs", probs, tuple(x.shape[:-1]), "(E, C)" if masked else "(T,)")
                 probs = probs.flatten() if masked else probs
-                check_row_vector("probs", probs, x.shape[:-1].numel(), like=x)
-            rows, tiles = self._row_ranges(x, tokens_per_expert, x.shape[:-1].numel(), products)
+                check_row_vector("probs", probs, num_rows, like=x)
+            rows, tiles = self._row_ranges(x, tokens_per_expert, num_rows, products)
         given = (x_rows, probs, rows, tiles, routing)
         if self.defer_wgrad and torch.is_grad_enabled() and any(own.need_grad()):
             # The queue is a side effect. Not as a decorator: that loads the compiler, and Triton, at import (1 s).
@@ -216,10 +221,16 @@ class GroupedMLP(nn.Module):
         Nothing follows a change of the weights by itself: cast anew after it, with `into` in the memory that is there,
         as CUDA graphs want it. A backward takes what they are then, so not between a forward and its backward. Between
         both orientations they hold two bytes a number.
-        Raises RuntimeError without a precision.
+        Raises RuntimeError without a precision, TypeError or ValueError for an `into` that is not of such weights.
         """
         if self.precision is None:
             raise RuntimeError("quantize_weights: wanted a layer with a precision, got one without")
+        own = Weights(self.fc1_weight, self.fc2_weight)
+        check_weights(
+            own, self.activation, self.num_experts, self.hidden_size, self.intermediate_size, like=self.fc1_weight
+        )
+        if into is not None:
+            check_quantized_weights(into, own, "into")
         made = quantize_weights(self.fc1_weight, self.fc2_weight, self.precision)
         if into is None:
             return made

@@ -68,17 +68,18 @@ def check_quantized_x(x: Quantized, precision: FP8Recipe | None) -> None:
         raise ValueError("x: wanted a Quantized without requires_grad, which gets no gradient, got one with it")
 
 
-def check_quantized_weights(casts: QuantizedWeights, weights: Weights, precision: FP8Recipe | None) -> None:
-    """That they are of weights of these shapes."""
+def check_quantized_weights(casts: QuantizedWeights, weights: Weights, name: str = "weights") -> None:
+    """That they could be casts of these weights."""
     if not isinstance(casts, QuantizedWeights):
-        raise TypeError(f"weights: wanted what `quantize_weights` returns, got {type(casts).__name__}")
-    if precision is None:
-        raise ValueError("weights: wanted None without a precision, got QuantizedWeights")
-    for name, each in casts._asdict().items():
-        weight = weights.fc1_weight if name.startswith("fc1") else weights.fc2_weight
-        shape = weight.mT.shape if name.endswith("transposed") else weight.shape
-        check_shape(f"weights.{name}.data", each.data, tuple(shape), "that of the layer's")
-        check_device(f"weights.{name}.data", each.data, like=weight)
+        raise TypeError(f"{name}: wanted what `quantize_weights` returns, got {type(casts).__name__}")
+    for part, each in casts._asdict().items():
+        weight = weights.fc1_weight if part.startswith("fc1") else weights.fc2_weight
+        experts, *sizes = weight.mT.shape if part.endswith("transposed") else weight.shape
+        check_quantized(f"{name}.{part}", each, 3, "(E, N, K)")
+        check_shape(f"{name}.{part}.data", each.data, (experts, *sizes), "that of the layer's")
+        blocks = experts, *map(num_blocks, sizes)
+        check_shape(f"{name}.{part}.scales", each.scales, blocks, "(E, ceil(N / 128), ceil(K / 128))")
+        check_device(f"{name}.{part}.data", each.data, like=weight)
 
 
 def check_choices(slots: Tensor, x: Tensor, top_k_probs: Tensor | None, slots_name: str, probs_name: str) -> None:

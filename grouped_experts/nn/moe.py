@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped_experts.nn.autocast import autocast_dtype
-from grouped_experts.nn.fp8 import FP8Recipe
+from grouped_experts.nn.fp8 import FP8Recipe, QuantizedWeights
 from grouped_experts.nn.grouped_mlp import GroupedMLP
 from grouped_experts.nn.router import Router
 from grouped_experts.ops.checks import check_float
@@ -88,9 +88,10 @@ class MoE(nn.Module):
         self.experts = mlp(intermediate_size, num_experts)
         self.shared_expert = None if shared_intermediate_size is None else mlp(shared_intermediate_size, 1)
 
-    def forward(self, x: Tensor) -> MoEOutput:
+    def forward(self, x: Tensor, *, weights: QuantizedWeights | None = None) -> MoEOutput:
         """x (..., H) -> y (..., H), the load-balancing loss (fp32; fp64 for fp64), tokens_per_expert (E,) int32.
 
+        weights: of `experts.quantize_weights()`, with a precision; a shared expert casts its own at every call.
         y has the dtype of x, under autocast autocast's; the router computes in fp32 from x as it came.
         Raises ValueError for a shape or device, TypeError for a dtype that does not fit.
         """
@@ -102,7 +103,7 @@ class MoE(nn.Module):
         routed = self.router(tokens)
         tokens = tokens.to(autocast_dtype(tokens) or tokens.dtype)  # once for all experts
         routing = route_rows(routed.top_k_ids, self.router.num_experts, tokens.dtype, routed.top_k_probs)
-        y = self.experts(tokens, routing, routed.top_k_probs)
+        y = self.experts(tokens, routing, routed.top_k_probs, weights=weights)
         if self.shared_expert is not None:
             y = y + self.shared_expert(tokens, _one_range(tokens))
         return MoEOutput(y.reshape(x.shape), routed.load_balancing_loss, routing.counts)

@@ -4,7 +4,7 @@ reference   plain torch: CPU tensors, fp64, and machines without Triton
 portable    Triton kernels: GPU tensors in bf16, fp16 and fp32; Triton's interpreter runs fp16 and fp32 on a CPU
 hopper      Gluon kernels for sm_90 in bf16, fp16 and FP8, and the portable ones for what those do not take
 
-FP8 goes to Triton's kernels from sm_89 on, and to the reference below.
+FP8 goes to kernels from sm_89 on, and to the reference below.
 """
 
 from __future__ import annotations

@@ -158,14 +158,14 @@ def _fake_fc2_dgrad_activation(
 
 fc1_activation_op = define_op(
     "fc1_activation(Tensor x, Tensor fc1_weight, Tensor starts, Tensor ends, Tensor? fc1_bias, Tensor? probs,"
-    " str activation, Tensor? tiles=None, Tensor? row_index=None, int expected_rows=0) -> (Tensor, Tensor)",
+    " str activation, Tensor? tiles=None, Tensor? row_index=None, SymInt expected_rows=0) -> (Tensor, Tensor)",
     implementation=by_family("fc1_activation"),
     fake=_fake_fc1_activation,
 )
 fc2_dgrad_activation_op = define_op(
     "fc2_dgrad_activation(Tensor dy, Tensor fc2_weight, Tensor h, Tensor starts, Tensor ends, Tensor? probs,"
     " Tensor? fc2_bias, str activation, bool need_a, bool need_dprobs, Tensor? tiles=None, Tensor? row_index=None,"
-    " int expected_rows=0) -> (Tensor, Tensor, Tensor)",
+    " SymInt expected_rows=0) -> (Tensor, Tensor, Tensor)",
     implementation=by_family("fc2_dgrad_activation"),
     fake=_fake_fc2_dgrad_activation,
 )

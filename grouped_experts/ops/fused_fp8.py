@@ -80,8 +80,8 @@ def fc2_dgrad_activation_fp8(
 
     Returns `quantize_rows` of dh, undefined in rows of no expert; with need_columns, else None, `quantize_columns` of
     dh and of a, that in e4m3, for the weights' gradients; and dprobs (T,) in fp32, zero in rows of no expert, summed in
-    a fixed order. dh and a are rounded as h before they are cast, so that all casts are bit for bit what the chain of
-    `m_grouped_gemm_fp8`, `scaled_activation_backward` and the casts gives. Raises as `fc1_activation_fp8` does.
+    a fixed order. dh and a are rounded as h before they are cast, so that all casts are bit for bit what a chain of the
+    product, the activation's backward from da in fp32, and casts gives. Raises as `fc1_activation_fp8` does.
     """
     act = get_activation(activation)
     check_m_grouped_fp8(dy, fc2_weight, rows, "dy", "fc2_weight")
@@ -152,7 +152,7 @@ def _fake_fc2_dgrad_activation(
 
 fc1_activation_fp8_op = define_op(
     "fc1_activation_fp8(Tensor x, Tensor x_scales, Tensor w, Tensor w_scales, Tensor starts, Tensor ends,"
-    " Tensor? probs, str activation, ScalarType h_dtype, bool power_of_two, Tensor? tiles=None, int expected_rows=0)"
+    " Tensor? probs, str activation, ScalarType h_dtype, bool power_of_two, Tensor? tiles=None, SymInt expected_rows=0)"
     " -> (Tensor, Tensor, Tensor)",
     implementation=by_family("fc1_activation_fp8"),
     fake=_fake_fc1_activation,
@@ -160,7 +160,7 @@ fc1_activation_fp8_op = define_op(
 fc2_dgrad_activation_fp8_op = define_op(
     "fc2_dgrad_activation_fp8(Tensor dy, Tensor dy_scales, Tensor w, Tensor w_scales, Tensor h, Tensor starts,"
     " Tensor ends, Tensor? probs, str activation, ScalarType dtype, bool power_of_two, bool need_rows,"
-    " bool need_columns, bool need_a, bool need_dprobs, Tensor? tiles=None, int expected_rows=0)"
+    " bool need_columns, bool need_a, bool need_dprobs, Tensor? tiles=None, SymInt expected_rows=0)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     implementation=by_family("fc2_dgrad_activation_fp8", operands=5),
     fake=_fake_fc2_dgrad_activation,

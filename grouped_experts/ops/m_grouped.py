@@ -85,7 +85,7 @@ def _fake(
 # zero_gaps: whether rows of no expert are zero, or undefined. expected_rows: 0 if not known.
 m_grouped_gemm_op = define_op(
     "m_grouped_gemm(Tensor x, Tensor w, Tensor starts, Tensor ends, Tensor? bias, Tensor? bias_scale, bool transpose_w,"
-    " Tensor? tiles=None, Tensor? row_index=None, bool zero_gaps=True, int expected_rows=0)"
+    " Tensor? tiles=None, Tensor? row_index=None, bool zero_gaps=True, SymInt expected_rows=0)"
     " -> Tensor",
     implementation=by_family("m_grouped_gemm"),
     fake=_fake,

@@ -59,14 +59,18 @@ def k_grouped_gemm_fp8_accumulate(c: Tensor, a: Quantized, b: Quantized, rows: R
     nothing. Raises as it does, and ValueError for a c that requires a gradient.
     """
     _check_columns(a, b, rows)
+    if not isinstance(c, Tensor):
+        raise TypeError(f"c: wanted a tensor, got {type(c).__name__}")
     if c.dtype != torch.float32:
         raise TypeError(f"c: wanted dtype float32, got {c.dtype}")
     check_shape("c", c, (rows.num_experts, a.data.shape[0], b.data.shape[0]), "(E, M, N)")
     check_device("c", c, like=a.data)
-    if torch.is_grad_enabled() and c.requires_grad:
-        raise ValueError(
-            "k_grouped_gemm_fp8_accumulate: wanted c without requires_grad (or torch.no_grad()), got one with it"
-        )
+    for name, tensor in (("c", c), ("a.scales", a.scales), ("b.scales", b.scales)):
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise ValueError(
+                f"k_grouped_gemm_fp8_accumulate: wanted {name} without requires_grad (or torch.no_grad()), "
+                "got one with it"
+            )
     k_grouped_gemm_fp8_accumulate_op(c, a.data, a.scales, b.data, b.scales, rows.starts, rows.ends)
 
 
@@ -83,6 +87,8 @@ def check_m_grouped_fp8(x: Quantized, w: Quantized, rows: RowRanges, x_name: str
 
 
 def _check_columns(a: Quantized, b: Quantized, rows: RowRanges) -> None:
+    check_quantized("a", a, 2, "(M, P)")
+    check_rows(rows, None, like=a.data)
     for name, each in (("a", a), ("b", b)):
         check_quantized(name, each, 2, "(M, P)")
         check_device(f"{name}.data", each.data, like=a.data)
@@ -90,7 +96,6 @@ def _check_columns(a: Quantized, b: Quantized, rows: RowRanges) -> None:
         check_shape(f"{name}.scales", each.scales, (each.data.shape[0], a.data.shape[1] // FP8_BLOCK), "(M, P / 128)")
     if a.data.shape[1] % FP8_BLOCK or a.data.shape[1] < FP8_BLOCK * rows.num_experts:
         raise ValueError(f"a.data: wanted (M, P) of `quantize_columns` of these rows, got {tuple(a.data.shape)}")
-    check_rows(rows, None, like=a.data)
 
 
 def check_half_or_float(name: str, dtype: torch.dtype) -> None:
@@ -100,7 +105,7 @@ def check_half_or_float(name: str, dtype: torch.dtype) -> None:
 
 m_grouped_gemm_fp8_op = define_op(
     "m_grouped_gemm_fp8(Tensor x, Tensor x_scales, Tensor w, Tensor w_scales, Tensor starts, Tensor ends,"
-    " ScalarType out_dtype, Tensor? tiles=None, int expected_rows=0) -> Tensor",
+    " ScalarType out_dtype, Tensor? tiles=None, SymInt expected_rows=0) -> Tensor",
     implementation=by_family("m_grouped_gemm_fp8"),
     fake=lambda x, x_scales, w, w_scales, starts, ends, out_dtype, *_: x.new_empty(
         x.shape[0], w.shape[1], dtype=out_dtype

@@ -114,6 +114,9 @@ def check_quantized(name: str, quantized: Quantized, dims: int, legend: str) -> 
     if not isinstance(quantized, Quantized):
         raise TypeError(f"{name}: wanted a Quantized, got {type(quantized).__name__}")
     data, scales = quantized
+    for part, tensor in (("data", data), ("scales", scales)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}.{part}: wanted a tensor, got {type(tensor).__name__}")
     if data.dtype not in FP8:
         raise TypeError(f"{name}.data: wanted dtype float8_e4m3fn or float8_e5m2, got {data.dtype}")
     check_shape(f"{name}.data", data, (None,) * dims, legend)
@@ -129,14 +132,14 @@ def check_rows_of_scales(name: str, quantized: Quantized) -> None:
     check_shape(f"{name}.scales", quantized.scales, (rows, num_blocks(columns)), "(T, ceil(K / 128))")
 
 
-def check_fp8(name: str, dtype: torch.dtype) -> None:
-    if dtype not in FP8:
+def check_fp8(name: str, dtype: object) -> None:
+    if not isinstance(dtype, torch.dtype) or dtype not in FP8:
         raise TypeError(f"{name}: wanted float8_e4m3fn or float8_e5m2, got {dtype}")
 
 
 quantize_rows_op = define_op(
     "quantize_rows(Tensor x, ScalarType dtype, bool power_of_two, Tensor? starts=None, Tensor? ends=None,"
-    " Tensor? tiles=None, int expected_rows=0) -> (Tensor, Tensor)",
+    " Tensor? tiles=None, SymInt expected_rows=0) -> (Tensor, Tensor)",
     implementation=by_family("quantize_rows"),
     fake=lambda x, dtype, *_: empty_rows(x, dtype),
 )

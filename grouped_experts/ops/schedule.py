@@ -21,7 +21,7 @@ def unwritten_schedule(
 # Which rows each tile has, for products of `num_rows` rows in `dtype`, which chooses the family that it is made for.
 # expected_rows: of the products as well.
 tile_schedule_op = define_op(
-    "tile_schedule(Tensor starts, Tensor ends, SymInt num_rows, ScalarType dtype, int expected_rows=0) -> Tensor",
+    "tile_schedule(Tensor starts, Tensor ends, SymInt num_rows, ScalarType dtype, SymInt expected_rows=0) -> Tensor",
     implementation=by_family("tile_schedule", reference=unwritten_schedule),
     fake=unwritten_schedule,
 )
@@ -43,7 +43,7 @@ def _fake_scheduled_ranges(
 
 # The ranges of counts, contiguous (capacity 0) or masked, and their tiles: what a layer starts with, in one kernel.
 scheduled_ranges_op = define_op(
-    "scheduled_ranges(Tensor counts, SymInt capacity, SymInt num_rows, ScalarType dtype, int expected_rows=0)"
+    "scheduled_ranges(Tensor counts, SymInt capacity, SymInt num_rows, ScalarType dtype, SymInt expected_rows=0)"
     " -> (Tensor, Tensor, Tensor)",
     implementation=by_family("scheduled_ranges", reference=unscheduled_ranges, operands=0),
     fake=_fake_scheduled_ranges,

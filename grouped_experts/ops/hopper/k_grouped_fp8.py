@@ -163,7 +163,10 @@ def k_grouped_fp8_kernel(
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Grid (programs,), persistent, four warps. c[e] = a of expert e @ (b of expert e).T; with ACCUMULATE c[e] +=."""
+    """Grid (programs,), persistent, four warps. c[e] = a of expert e @ (b of expert e).T; with ACCUMULATE c[e] +=.
+
+    Of such additions see `k_grouped.k_grouped_kernel`.
+    """
     a_smem, b_smem, full, empty = ring(a_desc, b_desc, STAGES)
     a_scales_smem = gl.allocate_shared_memory(
         gl.float32, [2 * STAGES] + a_scales_desc.block_type.shape, a_scales_desc.layout
@@ -191,12 +194,12 @@ def k_grouped_fp8_kernel(
 def k_grouped_gemm_fp8(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, starts: Tensor, ends: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    columns = b.shape[0]
-    but = None if out_dtype != torch.float32 else "the output is float32"
-    if not is_fast("k_grouped_gemm_fp8", a.shape[1], starts.shape[0], columns, a, b, but=but):
+    shape = starts.shape[0], a.shape[0], b.shape[0]
+    if not is_fast("k_grouped_gemm_fp8", a.shape[1], starts.shape[0], b.shape[0], a, b):
         return portable.k_grouped_gemm_fp8(a, a_scales, b, b_scales, starts, ends, out_dtype)
-    c = a.new_empty(starts.shape[0], a.shape[0], columns, dtype=out_dtype)
-    launch_k_grouped_fp8(c, a, a_scales, b, b_scales, starts, ends, accumulate=False)
+    adds = out_dtype == torch.float32  # for stores of fp32 there is no room beside the ring
+    c = a.new_zeros(shape, dtype=out_dtype) if adds else a.new_empty(shape, dtype=out_dtype)
+    launch_k_grouped_fp8(c, a, a_scales, b, b_scales, starts, ends, accumulate=adds)
     return c
 
 

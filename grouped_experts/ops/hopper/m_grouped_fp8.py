@@ -142,13 +142,14 @@ def m_grouped_fp8_kernel(
     POWER_OF_TWO: gl.constexpr,
     BUFFERS: gl.constexpr,  # for stores, of each consumer: 1 or 2
     GAPS: gl.constexpr,  # 1: rows of no expert are tiles as well, with a product of zero
+    BLOCK_N: gl.constexpr,  # of w_desc, as the next
+    BLOCK_K: gl.constexpr,  # a scale's
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Grid (programs,), persistent, four warps."""
     PARTS: gl.constexpr = w_desc.block_type.shape[1]
-    BLOCK_N: gl.constexpr = w_desc.block_type.shape[2]
-    BLOCK_K: gl.constexpr = w_desc.block_type.shape[3]
+    gl.static_assert(PARTS * BLOCK_N == 2 * BLOCK_K)
     x_smem, w_smem, full, empty = ring(x_desc, w_desc, STAGES)
     x_scales_smem = gl.allocate_shared_memory(
         gl.float32, [2 * STAGES] + x_scales_desc.block_type.shape, x_scales_desc.layout

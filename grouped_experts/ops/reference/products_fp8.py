@@ -9,6 +9,7 @@ from grouped_experts.ops.host_ranges import host_ranges
 from grouped_experts.ops.reference.products import row_product
 from grouped_experts.ops.reference.quantize import dequantize_blocks, dequantize_rows
 from grouped_experts.rows import FP8_BLOCK as BLOCK
+from grouped_experts.rows import INT32_MAX
 
 
 def m_grouped_gemm_fp8(
@@ -40,10 +41,14 @@ def k_grouped_gemm_fp8_accumulate(
     c: Tensor, a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, starts: Tensor, ends: Tensor
 ) -> None:
     """c[e] += a of expert e @ (b of expert e).T, in fp32."""
-    counts = (ends - starts).tolist()
+    # Which rows they were is not known here, but more than P there cannot have been.
+    bounds = host_ranges(starts, ends, INT32_MAX).bounds
+    needed = sum(-(-(end - start) // BLOCK) for start, end in bounds)
+    if needed > a_scales.shape[1]:
+        raise ValueError(f"rows: wanted at most {a_scales.shape[1]} blocks of {BLOCK} rows, got {needed}")
     block = 0
-    for expert, count in zip(c.unbind(), counts, strict=True):
-        behind = block + -(-count // BLOCK)
+    for expert, (start, end) in zip(c.unbind(), bounds, strict=True):
+        behind = block + -(-(end - start) // BLOCK)
         rows, blocks = slice(BLOCK * block, BLOCK * behind), slice(block, behind)
         left = dequantize_rows(a[:, rows], a_scales[:, blocks])
         right = dequantize_rows(b[:, rows], b_scales[:, blocks])

@@ -41,7 +41,7 @@ def empty_columns(x: Tensor, num_experts: int, dtype: torch.dtype) -> tuple[Tens
 
 def empty_scales(x: Tensor, rows: int, blocks: int) -> Tensor:
     """(rows, blocks), in memory column by column, each at a multiple of 16 bytes: what TMA wants of strides."""
-    return x.new_empty(blocks, (rows + 3) // 4 * 4, dtype=torch.float32)[:, :rows].t()
+    return x.new_empty_strided((rows, blocks), (1, (rows + 3) // 4 * 4), dtype=torch.float32)
 
 
 def empty_blocks(w: Tensor, dtype: torch.dtype, transpose: bool) -> tuple[Tensor, Tensor]:
@@ -76,7 +76,9 @@ def quantize_rows(
     tiles: Tensor | None = None,
     expected_rows: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Of all rows, whatever the ranges. (R, K), and scales (R, K / 128): those of a block column are neighbours."""
+    """Of all rows, with ranges too. (R, K), and scales (R, K / 128): those of a block column are neighbours."""
+    if starts is not None and ends is not None:
+        host_ranges(starts, ends, x.shape[0])  # for what it raises
     data, scales = empty_rows(x, dtype)
     blocks = blocks_of(x, (-1,))
     scales.copy_(scales_of(blocks.abs().amax(2), dtype, power_of_two))
