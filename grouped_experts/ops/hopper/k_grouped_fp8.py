@@ -41,11 +41,8 @@ def produce(
     places, announced, heard, plan_ptr, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr,
     STAGES: gl.constexpr
 ):  # fmt: skip
-    """Chooses tiles, and loads for them, by one warp; as the producer of `k_producer.py`."""
-    HALF: gl.constexpr = a_desc.block_type.shape[0]
+    """Chooses tiles, and loads for them, by one warp; the next one is looked up while the ring is full."""
     BLOCK: gl.constexpr = a_desc.block_type.shape[1]
-    BYTES: gl.constexpr = 2 * (a_desc.block_type.nbytes + a_scales_desc.block_type.nbytes)
-    SHARED_BYTES: gl.constexpr = b_desc.block_type.nbytes + b_scales_desc.block_type.nbytes
     num_m = gl.cdiv(M, BLOCK_M)
     num_n = gl.cdiv(N, BLOCK_N)
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -59,20 +56,46 @@ def produce(
     while e >= 0:
         turn += 1
         claimed = gl.atomic_add(plan_ptr + 0 * lane, gl.full_like(lane, 1), mask=(lane == 0) & claims, sem="relaxed")
-        for i in range(rows // BLOCK):
-            bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(bar, BYTES + SHARED_BYTES)
-            for half in gl.static_range(2):
-                m = m0 + half * HALF
-                async_load(a_desc, [m, start + i * BLOCK], bar, a_smem.index(2 * stage + half))
-                async_load(a_scales_desc, [start // BLOCK + i, m], bar, a_scales_smem.index(2 * stage + half))
-            async_load(b_desc, [n0, start + i * BLOCK], bar, b_smem.index(stage))
-            async_load(b_scales_desc, [start // BLOCK + i, n0], bar, b_scales_smem.index(stage))
-            stage, phase = advance(stage, phase, STAGES)
+        block, blocks = start // BLOCK, rows // BLOCK
+        first = gl.minimum(blocks, STAGES)
+        stage, phase = load_blocks(
+            block, block + first, m0, n0, stage, phase, a_desc, a_scales_desc, b_desc, b_scales_desc,
+            a_smem, a_scales_smem, b_smem, b_scales_smem, full, empty, STAGES
+        )  # fmt: skip
         t = gl.where(claims, gl.sum(gl.where(lane == 0, claimed, 0), 0), t) + gl.num_programs(0)
-        e, m0, n0, start, rows, _piece = weight_tile(t, plan_ptr, 0, num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M)
+        e_next, m0_next, n0_next, start_next, rows_next, _piece = weight_tile(
+            t, plan_ptr, 0, num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M
+        )
+        stage, phase = load_blocks(
+            block + first, block + blocks, m0, n0, stage, phase, a_desc, a_scales_desc, b_desc, b_scales_desc,
+            a_smem, a_scales_smem, b_smem, b_scales_smem, full, empty, STAGES
+        )  # fmt: skip
+        e, m0, n0, start, rows = e_next, m0_next, n0_next, start_next, rows_next
         announce(turn, e, m0, n0, rows, 0, places, announced, heard)
+
+
+@gluon.jit
+def load_blocks(
+    first, last, m0, n0, stage, phase, a_desc, a_scales_desc, b_desc, b_scales_desc,
+    a_smem, a_scales_smem, b_smem, b_scales_smem, full, empty, STAGES: gl.constexpr
+):  # fmt: skip
+    """Blocks first : last of the operands, for the tile m0, n0; and where the ring stands behind them."""
+    HALF: gl.constexpr = a_desc.block_type.shape[0]
+    BLOCK: gl.constexpr = a_desc.block_type.shape[1]
+    BYTES: gl.constexpr = 2 * (a_desc.block_type.nbytes + a_scales_desc.block_type.nbytes)
+    SHARED_BYTES: gl.constexpr = b_desc.block_type.nbytes + b_scales_desc.block_type.nbytes
+    for i in range(first, last):
+        bar = full.index(stage)
+        mbarrier.wait(empty.index(stage), phase)
+        mbarrier.expect(bar, BYTES + SHARED_BYTES)
+        for half in gl.static_range(2):
+            m = m0 + half * HALF
+            async_load(a_desc, [m, i * BLOCK], bar, a_smem.index(2 * stage + half))
+            async_load(a_scales_desc, [i, m], bar, a_scales_smem.index(2 * stage + half))
+        async_load(b_desc, [n0, i * BLOCK], bar, b_smem.index(stage))
+        async_load(b_scales_desc, [i, n0], bar, b_scales_smem.index(stage))
+        stage, phase = advance(stage, phase, STAGES)
+    return stage, phase
 
 
 @gluon.jit
