@@ -19,6 +19,7 @@ from grouped_experts.ops.quantize import (
     quantize_rows,
     quantize_rows_and_columns,
 )
+from grouped_experts.ops.ue8m0 import pack_ue8m0, unpack_ue8m0
 
 __all__ = [
     "Permuted",
@@ -35,6 +36,7 @@ __all__ = [
     "k_grouped_sum",
     "m_grouped_gemm",
     "m_grouped_gemm_fp8",
+    "pack_ue8m0",
     "permute",
     "quantize_blocks",
     "quantize_columns",
@@ -43,5 +45,6 @@ __all__ = [
     "route",
     "scaled_activation",
     "scaled_activation_backward",
+    "unpack_ue8m0",
     "unpermute",
 ]
