@@ -59,16 +59,16 @@ class FP8Recipe:
                 raise TypeError(f"{name}: wanted a bool, got {getattr(self, name)!r}")
 
     def products(
-        self, x: Tensor, dtype: torch.dtype, weights: QuantizedWeights | None = None, expected_rows: int = 0
+        self, device: torch.device, dtype: torch.dtype, weights: QuantizedWeights | None = None, expected_rows: int = 0
     ) -> FP8Products:
-        """For that x, with weights that are cast already or are to be; expected_rows as in `Products`.
+        """On that device, with weights that are cast already or are to be; expected_rows as in `Products`.
 
         Raises TypeError for fp64, RuntimeError for a GPU without FP8 unless `emulate` says so.
         """
         if dtype == torch.float64:
             raise TypeError("x: wanted a dtype of bfloat16, float16, float32 for products in FP8, got float64")
-        if not (self.emulate or knows_fp8(x.device)):
-            name = torch.cuda.get_device_name(x.device)
+        if not (self.emulate or knows_fp8(device)):
+            name = torch.cuda.get_device_name(device)
             raise RuntimeError(
                 f"precision: wanted a GPU with FP8 (sm_89 or later) or FP8Recipe(emulate=True), got {name}"
             )

@@ -129,55 +129,83 @@ class GroupedMLP(nn.Module):
         Raises ValueError for counts, shapes or devices and TypeError for dtypes that do not fit.
         """
         own = Weights(self.fc1_weight, self.fc2_weight, self.fc1_bias, self.fc2_bias)
-        given_x, x = x, x.data if isinstance(x, Quantized) else x
-        if isinstance(given_x, Quantized):
-            check_quantized_x(given_x, self.precision)
+        data = x.data if isinstance(x, Quantized) else x
+        if isinstance(x, Quantized):
+            check_quantized_x(x, self.precision)
         else:
             check_float("x", x)
-        num_rows = math.prod(x.shape[:-1])  # `Size.numel` would make a constant of a dynamic shape
-        masked = x.dim() == 3 and not isinstance(tokens_per_expert, Routing)
-        check_shape("x", x, self._shape_of_x(masked), "(E, C, H)" if masked else "(T, H)")
-        x_rows = _rows_of(given_x) if masked else given_x
-        check_weights(own, self.activation, self.num_experts, self.hidden_size, self.intermediate_size, like=x)
-        dtype = compute_dtype(given_x, own)
-        if weights is not None:
-            if self.precision is None:
-                raise ValueError("weights: wanted None without a precision, got QuantizedWeights")
-            check_quantized_weights(weights, own)
-        if self.precision is not None and (self.fc1_bias is not None or self.fc2_bias is not None):
-            raise ValueError("precision: wanted None with biases, got one")
-        expected = check_expected_rows(expected_rows)
-        if self.precision is None:
-            products = Products(dtype, expected_rows=expected)
-        else:
-            products = self.precision.products(x, dtype, weights, expected)
+        masked = data.dim() == 3 and not isinstance(tokens_per_expert, Routing)
+        shape = (self.num_experts, None, self.hidden_size) if masked else (None, self.hidden_size)
+        check_shape("x", data, shape, "(E, C, H)" if masked else "(T, H)")
+        check_weights(own, self.activation, self.num_experts, self.hidden_size, self.intermediate_size, like=data)
+        products = self._products(x, own, weights, check_expected_rows(expected_rows))
         if isinstance(tokens_per_expert, Routing):
-            routing = tokens_per_expert
-            if expected:
-                raise ValueError(f"expected_rows: wanted None with a Routing, got {expected}")
-            if routing.num_experts != self.num_experts:
-                raise ValueError(f"routing: wanted one of {self.num_experts} experts, got one of {routing.num_experts}")
-            check_choices(routing.slot_to_row, x, probs, "routing.slot_to_row", "probs")
-            ids = routing.top_k_ids if self.precision is None else None  # in FP8 few tokens are as many
-            if ids is not None and is_of_few_tokens(x, ids, probs, own):
-                return apply_to_few_tokens(x, ids, probs, own, self.activation, dtype)
-            rows, tiles = routed_ranges(routing, dtype)
-        else:
-            routing = None
-            if probs is not None:
-                check_float("probs", probs)
-                check_shape("probs", probs, tuple(x.shape[:-1]), "(E, C)" if masked else "(T,)")
-                probs = probs.flatten() if masked else probs
-                check_row_vector("probs", probs, num_rows, like=x)
-            rows, tiles = self._row_ranges(x, tokens_per_expert, num_rows, products)
-        given = (x_rows, probs, rows, tiles, routing)
+            return self._of_tokens(x, tokens_per_expert, probs, own, products)
+        return self._of_rows(x, tokens_per_expert, probs, own, products)
+
+    def _products(
+        self, x: Tensor | Quantized, own: Weights, casts: QuantizedWeights | None, expected_rows: int
+    ) -> Products:
+        dtype = compute_dtype(x, own)
+        if self.precision is None:
+            if casts is not None:
+                raise ValueError("weights: wanted None without a precision, got QuantizedWeights")
+            return Products(dtype, expected_rows=expected_rows)
+        if casts is not None:
+            check_quantized_weights(casts, own)
+        if own.fc1_bias is not None or own.fc2_bias is not None:
+            raise ValueError("precision: wanted None with biases, got one")
+        return self.precision.products(own.fc1_weight.device, dtype, casts, expected_rows)
+
+    def _of_tokens(
+        self, x: Tensor | Quantized, routing: Routing, probs: Tensor | None, own: Weights, products: Products
+    ) -> Tensor:
+        if products.expected_rows:
+            raise ValueError(f"expected_rows: wanted None with a Routing, got {products.expected_rows}")
+        if routing.num_experts != self.num_experts:
+            raise ValueError(f"routing: wanted one of {self.num_experts} experts, got one of {routing.num_experts}")
+        tokens = x.data if isinstance(x, Quantized) else x
+        check_choices(routing.slot_to_row, tokens, probs, "routing.slot_to_row", "probs")
+        ids = routing.top_k_ids if self.precision is None else None  # in FP8 few tokens are as many
+        if ids is not None and isinstance(x, Tensor) and is_of_few_tokens(x, ids, probs, own):
+            return apply_to_few_tokens(x, ids, probs, own, self.activation, products.dtype)
+        return self._run(x, probs, *routed_ranges(routing, products.dtype), routing, own, products)
+
+    def _of_rows(
+        self,
+        x: Tensor | Quantized,
+        counts: Counts | RowRanges,
+        probs: Tensor | None,
+        own: Weights,
+        products: Products,
+    ) -> Tensor:
+        data = x.data if isinstance(x, Quantized) else x
+        masked = data.dim() == 3
+        num_rows = math.prod(data.shape[:-1])  # `Size.numel` would make a constant of a dynamic shape
+        if probs is not None:
+            check_float("probs", probs)
+            check_shape("probs", probs, tuple(data.shape[:-1]), "(E, C)" if masked else "(T,)")
+            probs = probs.flatten() if masked else probs
+            check_row_vector("probs", probs, num_rows, like=data)
+        rows, tiles = self._row_ranges(data, counts, num_rows, products)
+        y = self._run(_flattened(x) if masked else x, probs, rows, tiles, None, own, products)
+        return y.view(data.shape) if masked else y  # no view where none is needed: y may be changed in place
+
+    def _run(
+        self,
+        x: Tensor | Quantized,
+        probs: Tensor | None,
+        rows: RowRanges,
+        tiles: Tensor | None,
+        routing: Routing | None,
+        own: Weights,
+        products: Products,
+    ) -> Tensor:
         if self.defer_wgrad and torch.is_grad_enabled() and any(own.need_grad()):
             # The queue is a side effect. Not as a decorator: that loads the compiler, and Triton, at import (1 s).
-            run = torch.compiler.disable(self._deferred) if torch.compiler.is_compiling() else self._deferred
-            y = run(*given, own, products)
-        else:
-            y = apply_experts(*given, own, self.activation, products)
-        return y.view(x.shape) if masked else y  # no view where none is needed: y may be changed in place
+            deferred = torch.compiler.disable(self._deferred) if torch.compiler.is_compiling() else self._deferred
+            return deferred(x, probs, rows, tiles, routing, own, products)
+        return apply_experts(x, probs, rows, tiles, routing, own, self.activation, products)
 
     def _deferred(
         self,
@@ -193,9 +221,6 @@ class GroupedMLP(nn.Module):
         deferral = Deferral(self._wgrad_queue, weights)
         anchor = deferral.anchor(rows.starts.device)
         return apply_experts(x, probs, rows, tiles, routing, detached, self.activation, products, anchor, deferral)
-
-    def _shape_of_x(self, masked: bool) -> tuple[int | None, ...]:
-        return (self.num_experts, None, self.hidden_size) if masked else (None, self.hidden_size)
 
     def _row_ranges(
         self, x: Tensor, counts: Counts | RowRanges, num_rows: int, products: Products
@@ -266,7 +291,7 @@ class GroupedMLP(nn.Module):
         return text + (f", precision={self.precision}" if self.precision is not None else "")
 
 
-def _rows_of(x: Tensor | Quantized) -> Tensor | Quantized:
+def _flattened(x: Tensor | Quantized) -> Tensor | Quantized:
     """(E * C, ..) of (E, C, ..)."""
     return Quantized(*(t.flatten(0, 1) for t in x)) if isinstance(x, Quantized) else x.flatten(0, 1)
 
