@@ -187,7 +187,7 @@ def one_by_one(
     }
 
 
-@pytest.mark.parametrize("place", places([BF16, torch.float16, FP32]), indirect=True)
+@pytest.mark.parametrize("place", places([BF16, torch.float16, FP32], interpreted=[torch.float16]), indirect=True)
 @pytest.mark.parametrize(
     ("inner", "activation", "name"),
     [

@@ -28,7 +28,9 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP32, BF16 = torch.float32, torch.bfloat16
 
 # The dtype of a place is that of the output; FP8 is what is multiplied.
-in_every_place = pytest.mark.parametrize("place", places([BF16, torch.float16, FP32]), indirect=True)
+in_every_place = pytest.mark.parametrize(
+    "place", places([BF16, torch.float16, FP32], interpreted=[FP32]), indirect=True
+)
 by_dtype = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 LARGE = contiguous([130, 0, 1, 128, 300], spare=3)
 by_layout = pytest.mark.parametrize("layout", [*LAYOUTS.values(), LARGE], ids=[*LAYOUTS, "large"])
