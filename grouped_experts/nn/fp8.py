@@ -148,7 +148,7 @@ class FP8Products(Products):
         scales = self.recipe.power_of_two_scales
         if not isinstance(x, Quantized):
             x = self._by_rows(x, E4M3, rows if rows.row_index is None else None)
-        x = _gathered_x(x, rows.row_index)
+        x = _gathered(x, rows.row_index)
         operands = *x, *self._weight("fc1_weight", weight)
         h, *a = fc1_activation_fp8_op(
             *operands, rows.starts, rows.ends, probs, activation, self.dtype, scales, rows.tiles, self.expected_rows
@@ -178,7 +178,7 @@ class FP8Products(Products):
             *by_rows, data, column_scales = quantize_rows_and_columns_op(dy, starts, ends, dtype, scales)
             left = Columns(data, column_scales)
         else:
-            by_rows = _gathered_x(self._by_rows(dy, dtype, rows if index is None else None), index)
+            by_rows = _gathered(self._by_rows(dy, dtype, rows if index is None else None), index)
         w = self._weight("fc2_weight", weight, transpose=True)
         if not self.recipe.fp8_wgrad and (wanted.fc1_weight or wanted.fc2_weight):
             da = self._fp8_product(by_rows, w, rows, torch.float32)
@@ -256,20 +256,16 @@ class FP8WeightGradient:
     def _columns(self, operand: Operand, index: Tensor | None, dtype: torch.dtype) -> Columns:
         if isinstance(operand, Columns):
             return operand
-        operand = _gathered_x(operand, index)
+        operand = _gathered(operand, index)
         x, x_scales = operand if isinstance(operand, Quantized) else (operand, None)
         starts, ends, scales = self.rows.starts, self.rows.ends, self.recipe.power_of_two_scales
         return Columns(*quantize_columns_op(x, starts, ends, dtype, scales, x_scales))
 
 
-def _gathered(x: Tensor, row_index: Tensor | None) -> Tensor:
-    return x if row_index is None else gather_rows_op(x, row_index)
-
-
-def _gathered_x(x: Tensor | Quantized, row_index: Tensor | None) -> Tensor | Quantized:
+def _gathered(x: Tensor | Quantized, row_index: Tensor | None) -> Tensor | Quantized:
     if row_index is None:
         return x
     if isinstance(x, Tensor):
-        return _gathered(x, row_index)
-    bits = _gathered(x.data.view(torch.uint8), row_index)
-    return Quantized(bits.view(x.data.dtype), _gathered(x.scales, row_index))
+        return gather_rows_op(x, row_index)
+    bits = gather_rows_op(x.data.view(torch.uint8), row_index)
+    return Quantized(bits.view(x.data.dtype), gather_rows_op(x.scales, row_index))
