@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import on_hopper
 from inputs import Layout, contiguous, masked, padded
-from test_products_fp8 import assert_close, dequantized_columns
+from test_products_fp8 import assert_close, block_weight, dequantized_columns, source
 from torch import Tensor
 
 from grouped_experts import FP8Recipe, GroupedMLP
@@ -44,18 +44,17 @@ by_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys
 
 
 def rows_of(layout: Layout, columns: int) -> Tensor:
-    """Of very different sizes; NaN in rows of no expert."""
-    x = torch.randn(layout.num_rows, columns, device=DEVICE)
-    x *= torch.exp2(2 * torch.randn(layout.num_rows, 1, device=DEVICE))
-    x *= torch.exp2(2 * torch.randn(columns, device=DEVICE))
-    x[layout.unowned()] = torch.nan
-    return x
+    """For a cast by rows."""
+    return source(layout, columns, DEVICE, each_row=True)
+
+
+def columns_of(layout: Layout, columns: int) -> Tensor:
+    """For a cast by columns."""
+    return source(layout, columns, DEVICE)
 
 
 def weight_of(experts: int, columns: int, depth: int) -> Tensor:
-    """Blocks of very different sizes."""
-    w = torch.randn(experts, columns, depth, device=DEVICE)
-    return w * torch.exp2(2 * torch.randn(experts, columns, 1, device=DEVICE))
+    return block_weight(experts, columns, depth, DEVICE)
 
 
 def product(x: Tensor, w: Tensor, layout: Layout) -> Tensor:
@@ -101,7 +100,7 @@ def test_edges_of_tiles(depth: int, columns: int, paths: list[str]) -> None:
 def test_layouts_and_dtypes(
     layout: Layout, dtypes: tuple[torch.dtype, torch.dtype], out_dtype: torch.dtype, paths: list[str]
 ) -> None:
-    x = quantize_rows(rows_of(layout, 272) / 64, dtype=dtypes[0])
+    x = quantize_rows(rows_of(layout, 272), dtype=dtypes[0])
     w = quantize_blocks(weight_of(layout.num_experts, 392, 272), dtype=dtypes[1])
     check_m_grouped(x, w, layout, out_dtype)
     assert paths == ["m_grouped_gemm_fp8: Gluon"]
@@ -152,7 +151,7 @@ def test_fc1_casts_as_a_chain_does(
 ) -> None:  # fmt: skip
     """h and the cast of a, bit for bit; with probs and scales of powers of two, and without."""
     ranges = layout.rows(DEVICE)
-    x, w = quantize_rows(rows_of(layout, 400) / 4096), quantize_blocks(weight_of(layout.num_experts, 512, 400) / 8)
+    x, w = quantize_rows(rows_of(layout, 400) / 64), quantize_blocks(weight_of(layout.num_experts, 512, 400) / 8)
     owned = [row for start, end in layout.bounds for row in range(start, end)]
     for probs, power_of_two in ((torch.rand(layout.num_rows, device=DEVICE), True), (None, False)):
         h, a = fc1_activation_fp8(
@@ -184,7 +183,7 @@ def test_what_fc1_leaves_to_a_chain(paths: list[str]) -> None:
 @pytest.mark.parametrize("rows", [8, 64, 200, 264])
 def test_edges_of_weight_tiles(rows: int, columns: int, paths: list[str]) -> None:
     ranges = LAYOUT.rows(DEVICE)
-    a, b = (quantize_columns(rows_of(LAYOUT, n), ranges) for n in (rows, columns))
+    a, b = (quantize_columns(columns_of(LAYOUT, n), ranges) for n in (rows, columns))
     c = k_grouped_gemm_fp8(a, b, ranges)
     assert paths == ["k_grouped_gemm_fp8: Gluon"]
     check_k_grouped(c, a, b, LAYOUT)
@@ -200,8 +199,7 @@ def test_weights_of_layouts_and_dtypes(
     """Behind the last expert's blocks is anything, NaN for one."""
     ranges = layout.rows(DEVICE)
     a, b = (
-        quantize_columns(rows_of(layout, n) / 64, ranges, dtype=each)
-        for n, each in zip((328, 392), dtypes, strict=True)
+        quantize_columns(columns_of(layout, n), ranges, dtype=each) for n, each in zip((328, 392), dtypes, strict=True)
     )
     used = sum(-(-(end - start) // 128) for start, end in layout.bounds)
     for each in (a, b):
@@ -217,7 +215,7 @@ def test_weights_of_layouts_and_dtypes(
 def test_accumulation(layout: Layout, columns: int, paths: list[str]) -> None:
     """Into a part of a buffer: what lies beside is not touched, nor are the sums of experts without rows."""
     ranges = layout.rows(DEVICE)
-    a, b = (quantize_columns(rows_of(layout, n), ranges) for n in (200, columns))
+    a, b = (quantize_columns(columns_of(layout, n), ranges) for n in (200, columns))
     buffer = torch.randn(layout.num_experts, 210, columns + 16, device=DEVICE)
     before, c = buffer.clone(), buffer[:, 4:204, 8 : columns + 8]
     k_grouped_gemm_fp8_accumulate(c, a, b, ranges)
@@ -234,7 +232,7 @@ def test_more_weight_tiles_than_programs(paths: list[str]) -> None:
     for counts in ([300] * 6, [3000, 1, 0, 130, 257, 40]):
         layout = contiguous(counts)
         ranges = layout.rows(DEVICE)
-        a, b = (quantize_columns(rows_of(layout, n), ranges) for n in (1000, 1544))
+        a, b = (quantize_columns(columns_of(layout, n), ranges) for n in (1000, 1544))
         check_k_grouped(k_grouped_gemm_fp8(a, b, ranges), a, b, layout)
     assert paths == ["k_grouped_gemm_fp8: Gluon"] * 2
 
@@ -272,7 +270,7 @@ def test_the_layer(layer: str, paths: list[str]) -> None:
 def test_the_same_bits_every_time() -> None:
     ranges = LAYOUT.rows(DEVICE)
     x, w = quantize_rows(rows_of(LAYOUT, 528)), quantize_blocks(weight_of(LAYOUT.num_experts, 520, 528))
-    a, b = (quantize_columns(rows_of(LAYOUT, n), ranges) for n in (264, 520))
+    a, b = (quantize_columns(columns_of(LAYOUT, n), ranges) for n in (264, 520))
     first = m_grouped_gemm_fp8(x, w, ranges), k_grouped_gemm_fp8(a, b, ranges)
     for _ in range(20):
         assert torch.equal(m_grouped_gemm_fp8(x, w, ranges), first[0])

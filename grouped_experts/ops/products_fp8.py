@@ -122,7 +122,7 @@ k_grouped_gemm_fp8_op = define_op(
 k_grouped_gemm_fp8_accumulate_op = define_op(
     "k_grouped_gemm_fp8_accumulate(Tensor(a!) c, Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor starts,"
     " Tensor ends) -> ()",
-    implementation=by_family("k_grouped_gemm_fp8_accumulate"),
+    implementation=by_family("k_grouped_gemm_fp8_accumulate", operands=2),
     fake=lambda *_: None,
 )
 for op in (m_grouped_gemm_fp8_op, k_grouped_gemm_fp8_op):

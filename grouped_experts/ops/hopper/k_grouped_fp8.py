@@ -29,9 +29,9 @@ from grouped_experts.ops.hopper.k_producer import weight_tile
 from grouped_experts.ops.hopper.m_grouped_fp8 import settled
 from grouped_experts.ops.hopper.pipeline import advance, halves, ring
 from grouped_experts.ops.hopper.plan import make_plan
-from grouped_experts.ops.hopper.products_fp8 import row_scales_descriptor
 from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
 from grouped_experts.ops.portable.launch import Kernel, cdiv, kernel, num_processors, suits_tma
+from grouped_experts.ops.reference.quantize import empty_scales
 from grouped_experts.rows import FP8_BLOCK
 
 
@@ -256,14 +256,25 @@ def launch_k_grouped_fp8(
         (programs,),
         a.device,
         descriptor(a, a.shape, a.stride(), (half, FP8_BLOCK)),
-        row_scales_descriptor(a_scales, half),
+        scales_descriptor(a_scales, half),
         descriptor(b, b.shape, b.stride(), (tile.block_n, FP8_BLOCK)),
-        row_scales_descriptor(b_scales, tile.block_n),
+        scales_descriptor(b_scales, tile.block_n),
         descriptor(c, c.shape, c.stride(), (1, half, FP8_BLOCK // 2 if accumulate else FP8_BLOCK)),
         make_plan(starts, ends, a.shape[1], tiles, programs, filled=FP8_BLOCK),
         rows,
         columns,
     )
+
+
+def scales_descriptor(scales: Tensor, rows: int) -> object:
+    """Of scales (M, blocks), so many rows at a time, from a multiple of 4 on.
+
+    TMA wants block columns in one piece each, as casts leave them.
+    """
+    across = scales.t()
+    if not suits_tma(across):
+        across = empty_scales(scales, *scales.shape).copy_(scales).t()
+    return descriptor(across, across.shape, across.stride(), (1, rows))
 
 
 @functools.cache

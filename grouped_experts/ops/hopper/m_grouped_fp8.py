@@ -1,15 +1,17 @@
 """m-grouped GEMM of FP8 operands with blockwise scales in Gluon for sm_90.
 
 The pipeline is that of `m_grouped.py`: a producer, and two consumer warpgroups that each have half a tile's rows. What
-differs is the sum: every 128 of a contraction are a product of their own in the tensor cores, which keep fewer bits
-than fp32 has; scaled, it is added in registers. A consumer takes the left and the right 128 columns of its tile in
-turn, so that only one product is in registers beside both sums, and one consumer adds while the other one multiplies.
+differs is how scales of x come, by `cp.async` (TMA cannot begin at any row of a column), and the sum: every 128 of a
+contraction are a product of their own in the tensor cores, which keep fewer bits than fp32 has; scaled, it is added in
+registers. A consumer takes the left and the right 128 columns of its tile in turn, so that only one product is in
+registers beside both sums, and one consumer adds while the other one multiplies.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -18,10 +20,47 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from grouped_experts.ops.hopper.m_producer import produce_neighbours, row_tile
+from grouped_experts.ops.hopper.compat import async_load, async_load_by_pointer
+from grouped_experts.ops.hopper.descriptors import rows_at
+from grouped_experts.ops.hopper.m_producer import row_tile
 from grouped_experts.ops.hopper.pipeline import advance, ring
 
 LARGEST = gl.constexpr(3.4028234663852886e38)  # of fp32
+
+
+@gluon.jit
+def produce(
+    x_desc, x_scales_ptr, stride_xm, stride_xk, w_desc, tiles_ptr, N, K, x_smem, x_scales_smem, w_smem, full, empty,
+    GAPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """As `m_producer.produce_neighbours`, by one warp. A stage is full when the scales that each of its threads copies
+    have landed as well. Behind `end` they are any number, which rows of zeros are multiplied with that nobody stores.
+    """
+    HALF: gl.constexpr = x_desc.block_type.shape[2]
+    num_m = gl.load(tiles_ptr + GAPS)
+    num_n = gl.cdiv(N, BLOCK_N)
+    total = num_m * num_n
+    row = gl.arange(0, HALF, gl.BlockedLayout([1], [32], [1], [0]))
+    stage = 0
+    phase = 1
+    for t in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, m0, end, i_n, steps = row_tile(t, total, tiles_ptr, num_m, num_n, K, GROUP_M, BLOCK_K)
+        e = gl.maximum(expert, 0)
+        scales = x_scales_ptr + (m0 + row).to(gl.int64) * stride_xm
+        for i in range(steps):
+            k0 = i * BLOCK_K
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(bar, 2 * x_desc.block_type.nbytes + w_desc.block_type.nbytes)
+            for half in gl.static_range(2):
+                wrap, until, first = rows_at(m0 + half * HALF, end)
+                async_load(x_desc, [wrap, until, first, k0], bar, x_smem.index(2 * stage + half))
+                at, inside = scales + half * HALF * stride_xm, m0 + half * HALF + row < end
+                async_load_by_pointer(x_scales_smem.index(2 * stage + half), at, mask=inside)
+            async_load(w_desc, [e, 0, i_n * BLOCK_N, k0], bar, w_smem.index(stage))
+            async_copy.mbarrier_arrive(bar, increment_count=False)
+            scales += stride_xk
+            stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -45,7 +84,7 @@ def multiply(
         x = x_smem.index(2 * stage + half).reshape([HALF, BLOCK])
         w = w_smem.index(stage).reshape([2 * BLOCK, BLOCK])
         product = warpgroup_mma(x, w.slice(0, BLOCK, 0).permute((1, 0)), product, use_acc=never, is_async=True)
-        scale = x_scales_smem.index(2 * stage + half).reshape([HALF]).load(gl.SliceLayout(1, SUM))
+        scale = x_scales_smem.index(2 * stage + half).load(gl.SliceLayout(1, SUM))
         left_scale = gl.load(left_scales)
         right_scale = gl.load(right_scales)
         product = warpgroup_mma_wait(0, deps=[product])
@@ -122,7 +161,7 @@ def consume(
 @gluon.jit
 def m_grouped_fp8_kernel(
     x_desc,  # ragged (T, K), block (64, 128): the rows of one consumer
-    x_scales_desc,  # (K / 128, T), block (1, 64)
+    x_scales_ptr,  # (T, K / 128)
     w_desc,  # (E, P, N, K), block (1, P, 256 / P, 128), P = 2 for the products with gate and up side by side
     w_scales_ptr,  # (E, P N / 128, K / 128)
     y_desc,  # the epilogue's, from here to probs_ptr: see there. Ragged, with blocks (64, 1, 128)
@@ -134,6 +173,8 @@ def m_grouped_fp8_kernel(
     stride_as,  # of block columns of a_scales
     N,
     K,
+    stride_xm,  # of x_scales
+    stride_xk,
     stride_we,  # of w_scales
     stride_wn,
     stride_wk,
@@ -150,9 +191,9 @@ def m_grouped_fp8_kernel(
     """Grid (programs,), persistent, four warps."""
     PARTS: gl.constexpr = w_desc.block_type.shape[1]
     gl.static_assert(PARTS * BLOCK_N == 2 * BLOCK_K)
-    x_smem, w_smem, full, empty = ring(x_desc, w_desc, STAGES)
+    x_smem, w_smem, full, empty = ring(x_desc, w_desc, STAGES, COPIES=32)
     x_scales_smem = gl.allocate_shared_memory(
-        gl.float32, [2 * STAGES] + x_scales_desc.block_type.shape, x_scales_desc.layout
+        gl.float32, [2 * STAGES, x_desc.block_type.shape[2]], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     if y_desc is not None:
         out_smem = gl.allocate_shared_memory(y_desc.dtype, [2 * BUFFERS] + y_desc.block_type.shape, y_desc.layout)
@@ -169,9 +210,9 @@ def m_grouped_fp8_kernel(
             (consume, (1, y_desc, a_desc, h_desc, a_scales_ptr, probs_ptr, tiles_ptr, w_scales_ptr, stride_we,
                 stride_wn, stride_wk, stride_as, N, K, x_smem, x_scales_smem, w_smem, out_smem, a_smem, full, empty,
                 EPILOGUE, ACT, POWER_OF_TWO, GAPS, PARTS, GROUP_M, STAGES)),
-            (produce_neighbours, (x_desc, w_desc, tiles_ptr, N, K, x_smem, w_smem, full, empty, GAPS, True,
-                BLOCK_N, BLOCK_K, GROUP_M, STAGES, x_scales_desc, x_scales_smem)),
+            (produce, (x_desc, x_scales_ptr, stride_xm, stride_xk, w_desc, tiles_ptr, N, K, x_smem, x_scales_smem,
+                w_smem, full, empty, GAPS, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
         ],
         [4, 1],
-        [232, 24],
+        [232, 40],
     )  # fmt: skip

@@ -49,14 +49,10 @@ def produce(
 @gluon.jit
 def produce_neighbours(
     x_desc, w_desc, tiles_ptr, N, K, x_smem, w_smem, full, empty, GAPS: gl.constexpr, TRANSPOSE_W: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    x_scales_desc=None, x_scales_smem=None
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """Every stage of the ring gets the rows of both consumers, with their scales in FP8, and the block of weight that
-    they share.
-    """
+    """Every stage of the ring gets the rows of both consumers and the block of weight that they share."""
     HALF: gl.constexpr = x_desc.block_type.shape[2]
-    SCALES: gl.constexpr = 0 if x_scales_desc is None else 2 * x_scales_desc.block_type.nbytes
     num_m = gl.load(tiles_ptr + GAPS)
     num_n = gl.cdiv(N, BLOCK_N)
     total = num_m * num_n
@@ -71,12 +67,10 @@ def produce_neighbours(
             k0 = i * BLOCK_K
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(bar, 2 * x_desc.block_type.nbytes + w_desc.block_type.nbytes + SCALES)
+            mbarrier.expect(bar, 2 * x_desc.block_type.nbytes + w_desc.block_type.nbytes)
             for half in gl.static_range(2):
                 wrap, until, row = rows_at(m0 + half * HALF, end)
                 async_load(x_desc, [wrap, until, row, k0], bar, x_smem.index(2 * stage + half))
-                if x_scales_desc is not None:  # those behind `end` are of rows of zeros
-                    async_load(x_scales_desc, [i, m0 + half * HALF], bar, x_scales_smem.index(2 * stage + half))
             if TRANSPOSE_W:
                 async_load(w_desc, [e, 0, i_n * BLOCK_N, k0], bar, w_smem.index(stage))
             else:

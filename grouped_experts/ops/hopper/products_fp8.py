@@ -10,16 +10,16 @@ from torch import Tensor
 from grouped_experts.activations import ACTIVATIONS
 from grouped_experts.ops import portable
 from grouped_experts.ops.hopper import epilogues_fp8
-from grouped_experts.ops.hopper.descriptors import descriptor, operand_descriptors, ragged_descriptor
+from grouped_experts.ops.hopper.descriptors import operand_descriptors, ragged_descriptor
 from grouped_experts.ops.hopper.dispatch import is_fast
 from grouped_experts.ops.hopper.m_grouped_fp8 import m_grouped_fp8_kernel
 from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
 from grouped_experts.ops.portable.activations import VALUES
 from grouped_experts.ops.portable.fused_fp8 import quantized_gradients, scaled_activation_quantized
-from grouped_experts.ops.portable.launch import Kernel, cdiv, contiguous, kernel, num_processors, suits_tma
+from grouped_experts.ops.portable.launch import Kernel, cdiv, contiguous, kernel, num_processors
 from grouped_experts.ops.portable.schedule import schedule_of
 from grouped_experts.ops.portable.tiles import row_block
-from grouped_experts.ops.reference.quantize import empty_rows, empty_scales
+from grouped_experts.ops.reference.quantize import empty_rows
 from grouped_experts.rows import FP8_BLOCK
 
 
@@ -48,7 +48,7 @@ def launch_m_grouped_fp8(
         (min(num_processors(x.device), (tiles.shape[0] - 1) * cdiv(columns, tile.block_n)),),
         x.device,
         x_desc,
-        row_scales_descriptor(x_scales),
+        x_scales,
         w_desc,
         w_scales,
         None if y is None else ragged_descriptor(y, row, row_strides, block),
@@ -60,16 +60,9 @@ def launch_m_grouped_fp8(
         0 if a_scales is None else a_scales.stride(1),
         columns,
         x.shape[1],
+        *x_scales.stride(),
         *w_scales.stride(),
     )
-
-
-def row_scales_descriptor(scales: Tensor, rows: int = BLOCK_M // 2) -> object:
-    """Of scales (T, blocks), so many rows at a time. TMA wants block columns in one piece each, as casts leave them."""
-    across = scales.t()
-    if not suits_tma(across):
-        across = empty_scales(scales, *scales.shape).copy_(scales).t()
-    return descriptor(across, across.shape, across.stride(), (1, rows))
 
 
 @functools.cache

@@ -18,8 +18,9 @@ def scales_of(largest: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor
 
     NaN counts as infinity: a block that is not finite becomes NaN. A block of zeros has the smallest scale.
     """
-    scales = torch.where(largest.isnan(), torch.inf, largest) / torch.finfo(dtype).max
-    scales = scales.clamp(min=SMALLEST_SCALE)
+    largest = torch.where(largest.isnan(), torch.inf, largest)
+    most = torch.full_like(largest, torch.finfo(dtype).max)  # by a number, a GPU would multiply by its reciprocal
+    scales = (largest / most).clamp(min=SMALLEST_SCALE)
     if not power_of_two:
         return scales
     mantissa, exponent = torch.frexp(scales)
