@@ -28,6 +28,7 @@ from grouped_experts.ops import (
     route,
     scaled_activation,
 )
+from grouped_experts.ops.reference.fused_fp8 import dtype_of_da
 from grouped_experts.ops.reference.quantize import dequantize_blocks, dequantize_rows
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -100,7 +101,7 @@ def emulated(
         p = probs.detach()[rows, None].float()
         a = (p * s).detach().to(dtype)
         made["y"][rows] = (rows_as_fp8(a, recipe) @ w2.t()).to(dtype)
-        da = rows_as_fp8(dy[rows], recipe, gradient) @ w2
+        da = (rows_as_fp8(dy[rows], recipe, gradient) @ w2).to(dtype_of_da(h.to(dtype))).float()
         made["dprobs"][rows] = (da * s.detach()).sum(1)
         (dh,) = torch.autograd.grad(s, h, p * da) if end > start else (torch.zeros_like(h),)
         dh = dh.to(dtype)
@@ -175,7 +176,7 @@ def one_by_one(
 
     h = product(x, w1)
     y = product(scaled_activation(h, probs, rows, activation=mlp.activation), w2)
-    da = product(dy, w2, recipe.gradient_dtype, FP32, transpose=True)
+    da = product(dy, w2, recipe.gradient_dtype, dtype_of_da(h), transpose=True)
     ranges = rows.starts, rows.ends
     dh, a, dprobs = torch.ops.grouped_experts.scaled_activation_backward(da, h, probs, *ranges, mlp.activation)
     return {

@@ -28,6 +28,7 @@ from grouped_experts.ops import (
 )
 from grouped_experts.ops.activation import scaled_activation_backward_op
 from grouped_experts.ops.families import use_family
+from grouped_experts.ops.reference.fused_fp8 import dtype_of_da
 from grouped_experts.ops.reference.quantize import dequantize_rows
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -139,7 +140,7 @@ def check_backward(
     with unchanged(dy.scales, w.scales, h, probs, rows.starts, rows.ends):
         by_rows, by_columns, a, dprobs = fc2_dgrad_activation_fp8(dy, w, h, rows, probs, **options)  # type: ignore[arg-type]
         alone = fc2_dgrad_activation_fp8(dy, w, h, rows, probs, need_columns=False, **options)  # type: ignore[arg-type]
-    da = m_grouped_gemm_fp8(dy, w, rows, out_dtype=FP32)
+    da = m_grouped_gemm_fp8(dy, w, rows, out_dtype=dtype_of_da(h)).float()
     dh, a_again, dp = scaled_activation_backward_op(da, h, probs, rows.starts, rows.ends, activation)
     assert by_columns is not None
     assert a is not None

@@ -28,6 +28,7 @@ from grouped_experts.ops.quantize import (
     quantize_rows_and_columns_op,
     quantize_rows_op,
 )
+from grouped_experts.ops.reference.fused_fp8 import dtype_of_da
 from grouped_experts.ops.reference.quantize import dequantize_rows
 from grouped_experts.rows import RowRanges
 
@@ -171,7 +172,7 @@ class FP8Products(Products):
         activation: str,
         wanted: Wanted,
     ) -> tuple[Operand, Tensor | Casts, Operand, Tensor]:
-        """da stays in fp32; a is rounded as in the forward."""
+        """da is in `dtype_of_da`; a is rounded as in the forward."""
         dtype, scales, (starts, ends, tiles, index) = self.recipe.gradient_dtype, self.recipe.power_of_two_scales, rows
         left: Operand = dy
         if wanted.fc2_weight and self.recipe.fp8_wgrad and index is None:
@@ -181,7 +182,7 @@ class FP8Products(Products):
             by_rows = _gathered(self._by_rows(dy, dtype, rows if index is None else None), index)
         w = self._weight("fc2_weight", weight, transpose=True)
         if not self.recipe.fp8_wgrad and (wanted.fc1_weight or wanted.fc2_weight):
-            da = self._fp8_product(by_rows, w, rows, torch.float32)
+            da = self._fp8_product(by_rows, w, rows, dtype_of_da(h))
             dh, a, dprobs = scaled_activation_backward_op(da, h, probs, starts, ends, activation)
             return dy, dh, cast(a, self.dtype), dprobs
         needed = wanted.x, wanted.fc1_weight, wanted.fc2_weight, wanted.probs

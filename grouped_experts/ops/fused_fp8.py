@@ -72,7 +72,7 @@ def fc2_dgrad_activation_fp8(
     need_columns: bool = True,
     expected_rows: int | None = None,
 ) -> tuple[Quantized, Quantized | None, Quantized | None, Tensor]:
-    """da = dy W2_e stays in fp32; dh = act'(h) (p * da), a = p * act(h), dprobs[r] = sum_j da_j act(h)_j.
+    """dh = act'(h) (p * da), a = p * act(h), dprobs[r] = sum_j da_j act(h)_j; da = dy W2_e, in bf16 or, unless h is, fp32.
 
     dy: of `quantize_rows`, data (T, H); fc2_weight: of `quantize_blocks` with transpose, data (E, I, H); e4m3 or e5m2,
     scales fp32. h (T, 2I), or (T, I) without a gate, in bf16 | fp16 | fp32. probs (T,) in any floating dtype, ones if
@@ -81,7 +81,7 @@ def fc2_dgrad_activation_fp8(
     Returns `quantize_rows` of dh, undefined in rows of no expert; with need_columns, else None, `quantize_columns` of
     dh and of a, that in e4m3, for the weights' gradients; and dprobs (T,) in fp32, zero in rows of no expert, summed in
     a fixed order. dh and a are rounded as h before they are cast, so that all casts are bit for bit what a chain of the
-    product, the activation's backward from da in fp32, and casts gives. Raises as `fc1_activation_fp8` does.
+    product, the activation's backward from that da, and casts gives. Raises as `fc1_activation_fp8` does.
     """
     act = get_activation(activation)
     check_m_grouped_fp8(dy, fc2_weight, rows, "dy", "fc2_weight")

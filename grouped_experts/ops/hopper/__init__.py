@@ -9,15 +9,14 @@ from grouped_experts.ops.hopper.k_grouped import k_grouped_gemm, k_grouped_gemm_
 from grouped_experts.ops.hopper.k_grouped_fp8 import k_grouped_gemm_fp8, k_grouped_gemm_fp8_accumulate
 from grouped_experts.ops.hopper.products import fc1_activation, m_grouped_gemm
 from grouped_experts.ops.hopper.products_fp8 import fc1_activation_fp8, fc2_dgrad_activation_fp8, m_grouped_gemm_fp8
+from grouped_experts.ops.hopper.quantize import quantize_columns, quantize_rows_and_columns
 from grouped_experts.ops.portable import (
     few_tokens,
     gather_rows,
     k_grouped_sum,
     permute,
     quantize_blocks,
-    quantize_columns,
     quantize_rows,
-    quantize_rows_and_columns,
     ranges_from_tensor,
     route,
     route_rows,

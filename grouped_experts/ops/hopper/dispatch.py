@@ -42,6 +42,26 @@ def is_fast(
         reason = f"rows of {[operand.shape[1] for operand in gathered]} columns, gathered, are not aligned to 16 bytes"
     elif not all(map(suits_tma, operands)):
         reason = f"TMA cannot address {[(tuple(t.shape), t.stride()) for t in operands]}"
+    return _noted(op, reason)
+
+
+def suits_casts(op: str, *operands: Tensor, but: str | None = None) -> bool:
+    """Whether the Gluon kernels take a cast of these, of any number of rows; noted as `is_fast` does.
+
+    They take numbers of two bytes that TMA can address.
+    """
+    reason = but
+    if any(operand.element_size() != 2 for operand in operands):
+        reason = f"{[operand.dtype for operand in operands]} are not of two bytes each"
+    elif any(operand.shape[0] > MOST_ROWS.value for operand in operands):
+        reason = f"{operands[0].shape[0]} rows are many"
+    elif not all(map(suits_tma, operands)):
+        reason = f"TMA cannot address {[(tuple(t.shape), t.stride()) for t in operands]}"
+    return _noted(op, reason)
+
+
+def _noted(op: str, reason: str | None) -> bool:
+    """Whether there is no reason against the Gluon kernels, which the debug log is told."""
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("%s: %s", op, "Gluon" if reason is None else f"portable, since {reason}")
     return reason is None

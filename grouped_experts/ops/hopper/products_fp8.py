@@ -12,13 +12,15 @@ from grouped_experts.ops import portable
 from grouped_experts.ops.hopper import epilogues_fp8
 from grouped_experts.ops.hopper.descriptors import operand_descriptors, ragged_descriptor
 from grouped_experts.ops.hopper.dispatch import is_fast
+from grouped_experts.ops.hopper.gradients_fp8 import quantized_gradients
 from grouped_experts.ops.hopper.m_grouped_fp8 import m_grouped_fp8_kernel
 from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
 from grouped_experts.ops.portable.activations import VALUES
-from grouped_experts.ops.portable.fused_fp8 import quantized_gradients, scaled_activation_quantized
+from grouped_experts.ops.portable.fused_fp8 import scaled_activation_quantized
 from grouped_experts.ops.portable.launch import Kernel, cdiv, contiguous, kernel, num_processors
 from grouped_experts.ops.portable.schedule import schedule_of
 from grouped_experts.ops.portable.tiles import row_block
+from grouped_experts.ops.reference.fused_fp8 import dtype_of_da
 from grouped_experts.ops.reference.quantize import empty_rows
 from grouped_experts.rows import FP8_BLOCK
 
@@ -190,7 +192,7 @@ def fc2_dgrad_activation_fp8(
     expected_rows: int = 0,
 ) -> tuple[Tensor, ...]:
     tiles = schedule_of(tiles, starts, ends, dy.shape[0], expected_rows)
-    da = m_grouped_gemm_fp8(dy, dy_scales, w, w_scales, starts, ends, torch.float32, tiles, expected_rows)
+    da = m_grouped_gemm_fp8(dy, dy_scales, w, w_scales, starts, ends, dtype_of_da(h), tiles, expected_rows)
     block = row_block(dy.shape[0], starts.shape[0], expected_rows)
     return quantized_gradients(
         da, h, starts, ends, probs, activation, dtype, power_of_two, need_rows, need_columns, need_a, need_dprobs,

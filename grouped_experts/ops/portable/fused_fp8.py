@@ -28,7 +28,7 @@ from grouped_experts.ops.portable.quantize import (
 )
 from grouped_experts.ops.portable.schedule import build_schedule, max_tiles, schedule_of
 from grouped_experts.ops.portable.tiles import row_block
-from grouped_experts.ops.reference.fused_fp8 import E4M3, empty_gradients
+from grouped_experts.ops.reference.fused_fp8 import E4M3, dtype_of_da, empty_gradients
 from grouped_experts.ops.reference.quantize import empty_rows
 from grouped_experts.rows import FP8_BLOCK, padded_rows
 
@@ -169,7 +169,7 @@ def activation_backward(
     p = tl.full(m.shape, 1.0, tl.float32)
     if probs_ptr is not None:
         p = tl.load(probs_ptr + m, mask=m < end, other=0.0).to(tl.float32)
-    da = tl.load(da_ptr + m[:, None].to(tl.int64) * I + n[None, :], mask=owned, other=0.0)
+    da = tl.load(da_ptr + m[:, None].to(tl.int64) * I + n[None, :], mask=owned, other=0.0).to(tl.float32)
     PRECISE: tl.constexpr = h_ptr.dtype.element_ty == tl.float32
     s = ACT(gate, up, PRECISE)
     d_gate, d_up = ACT_GRADIENT(p[:, None] * da, gate, up, PRECISE)
@@ -254,7 +254,7 @@ def fc2_dgrad_activation_fp8(
 ) -> tuple[Tensor, ...]:
     tiles = schedule_of(tiles, starts, ends, dy.shape[0], expected_rows)
     da = m_grouped_gemm_fp8(
-        dy, dy_scales, fc2_weight, fc2_weight_scales, starts, ends, torch.float32, tiles, expected_rows
+        dy, dy_scales, fc2_weight, fc2_weight_scales, starts, ends, dtype_of_da(h), tiles, expected_rows
     )  # fmt: skip
     tile = row_block(dy.shape[0], starts.shape[0], expected_rows)
     return quantized_gradients(
@@ -279,7 +279,7 @@ def quantized_gradients(
     tiles: Tensor,
     tile: int,
 ) -> tuple[Tensor, ...]:
-    """What becomes of da (T, I) in fp32: all results of `fc2_dgrad_activation_fp8`. tiles: of `tile` rows each."""
+    """What becomes of da (T, I): all results of `fc2_dgrad_activation_fp8`. tiles: of `tile` rows each."""
     (rows, columns), experts = da.shape, starts.shape[0]
     needed = need_rows, need_columns, need_a, need_dprobs
     made = empty_gradients(h, columns, experts, dtype, *needed)

@@ -82,16 +82,25 @@ class Compiled(NamedTuple):
 
 @functools.cache
 def kernel(
-    function: Any, num_warps: int = 4, num_stages: int = 3, launch_pdl: bool = False, **constants: Any
+    function: Any,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    launch_pdl: bool = False,
+    max_registers: int | None = None,
+    **constants: Any,
 ) -> Kernel:
     """The one `Kernel` of that function, those options and constexprs.
 
     launch_pdl: programmatic dependent launch, which only Nvidia's backend knows. The kernel may start when all programs
     of the one before it on the stream have called `gdc_launch_dependents` or ended, and calls `gdc_wait` ahead of what
-    it loads of that one's results.
+    it loads of that one's results. max_registers: of a thread, which only Nvidia's backend knows as well.
     """
-    options = {"num_warps": num_warps, "num_stages": num_stages}
-    return Kernel(function, {**options, "launch_pdl": True} if launch_pdl else options, constants)
+    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
+    if launch_pdl:
+        options["launch_pdl"] = True
+    if max_registers is not None:
+        options["maxnreg"] = max_registers
+    return Kernel(function, options, constants)
 
 
 def _specialization(args: tuple[Any, ...]) -> list[Hashable]:

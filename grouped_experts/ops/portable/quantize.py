@@ -107,9 +107,10 @@ def padded_range(tiles_ptr, block):
 
     tiles_ptr: a schedule of tiles of as many rows, of which padded blocks are those that experts own, in that order.
     """
+    tile = tiles_ptr + 4 * (1 + block)  # which a schedule has room for; its number of tiles need not be known first
+    first, end = tl.load(tile + 1), tl.load(tile + 2)
     known = block < tl.load(tiles_ptr)
-    tile = tiles_ptr + 4 * (1 + block)
-    return tl.load(tile + 1, mask=known, other=0), tl.load(tile + 2, mask=known, other=0)
+    return tl.where(known, first, 0), tl.where(known, end, 0)
 
 
 @triton.jit
@@ -134,18 +135,19 @@ def quantize_columns_kernel(
     POWER_OF_TWO: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,  # columns of a program: BLOCK with row_data
 ):
-    """Grid (P / 128, K / 128)."""
+    """Grid (P / 128, K / WIDTH)."""
     block = tl.program_id(0)
     m0, end = padded_range(tiles_ptr, block)
     if m0 < end:
         m = m0 + tl.arange(0, BLOCK)
-        k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        k = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
         inside = (m < end)[:, None] & (k < K)[None, :]
         at = x_ptr + m.to(tl.int64)[:, None] * stride_xm + k.to(tl.int64)[None, :] * stride_xk
         x = tl.load(at, mask=inside, other=0.0)
         if x_scales_ptr is not None:
-            x_scale_at = x_scales_ptr + m.to(tl.int64) * stride_xs + tl.program_id(1).to(tl.int64) * stride_xsk
+            x_scale_at = x_scales_ptr + m.to(tl.int64) * stride_xs + (tl.min(k) // BLOCK).to(tl.int64) * stride_xsk
             x = from_fp8(x, X_E5M2, NATIVE).to(tl.float32) * tl.load(x_scale_at, mask=m < end, other=0.0)[:, None]
         x = x.to(tl.float32)
         scale = scale_of(tl.max(absolute(x), 0), E5M2, POWER_OF_TWO)
@@ -237,10 +239,15 @@ def launch_columns(
     if not x.numel() or not data.numel():
         return
     columns, padded = data.shape
+    width = 64 if row_data is None else FP8_BLOCK
     kernel(
-        quantize_columns_kernel, num_warps=8, X_E5M2=x.dtype == torch.float8_e5m2, **options(data, power_of_two)
+        quantize_columns_kernel,
+        num_warps=8,
+        X_E5M2=x.dtype == torch.float8_e5m2,
+        **options(data, power_of_two),
+        WIDTH=width,
     ).launch(
-        (padded // FP8_BLOCK, cdiv(columns, FP8_BLOCK)),
+        (padded // FP8_BLOCK, cdiv(columns, width)),
         x.device,
         x if x_scales is None else fp8_or_bits(x),
         x_scales,

@@ -50,13 +50,13 @@ def fc2_dgrad_activation_fp8(
     tiles: Tensor | None = None,
     expected_rows: int = 0,
 ) -> tuple[Tensor, ...]:
-    """da = dy W2_e, W2_e transposed and da in fp32; dh = act'(h) (p * da) and a = p * act(h), rounded as h.
+    """da = dy W2_e, W2_e transposed and da in `dtype_of_da`; dh = act'(h) (p * da) and a = p * act(h), rounded as h.
 
     The casts of dh by rows and by columns in `dtype` and of a by columns in e4m3, data and scales each, and dprobs.
     What is not needed comes back empty.
     """
-    da = m_grouped_gemm_fp8(dy, dy_scales, fc2_weight, fc2_weight_scales, starts, ends, torch.float32)
-    dh, a, dprobs = scaled_activation_backward(da, h, probs, starts, ends, activation)
+    da = m_grouped_gemm_fp8(dy, dy_scales, fc2_weight, fc2_weight_scales, starts, ends, dtype_of_da(h))
+    dh, a, dprobs = scaled_activation_backward(da.float(), h, probs, starts, ends, activation)
     needed = need_rows, need_columns, need_a, need_dprobs
     made = list(empty_gradients(h, fc2_weight.shape[1], starts.shape[0], dtype, *needed))
     if need_rows:
@@ -68,6 +68,11 @@ def fc2_dgrad_activation_fp8(
     if need_dprobs:
         made[6] = dprobs
     return tuple(made)
+
+
+def dtype_of_da(h: Tensor) -> torch.dtype:
+    """bf16, whose rounding is little beside that of dh's cast, with an h in bf16; else fp32: fp16 has not the range."""
+    return torch.bfloat16 if h.dtype == torch.bfloat16 else torch.float32
 
 
 def empty_gradients(

@@ -1,0 +1,69 @@
+"""Blocks of 128 x 128 on their way through Gluon kernels that cast them: how they come, and how they leave.
+
+A block comes by TMA while the ones before it are cast. A thread has 4 neighbouring rows of 8 neighbouring columns, so
+that the transposition of a cast by columns moves 4 bytes at a time.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from grouped_experts.ops.portable.fp8 import absolute, reciprocal, scale_of, to_fp8
+
+
+@gluon.constexpr_function
+def rows_of_four(warps):
+    """The layout of a block of 2-byte numbers."""
+    return gl.BlockedLayout([4, 8], [2, 16], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr):
+    """One for every stage. A fence must follow."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    return full
+
+
+@gluon.jit
+def block_at(t, tiles_ptr, blocks_across, BLOCK: gl.constexpr):
+    """Block t, row of blocks by row of blocks: which padded block its rows are, the first of them, the one behind the
+    last, and its first column. tiles_ptr: a schedule of BLOCK rows each.
+    """
+    block = t // blocks_across
+    tile = tiles_ptr + 4 * (1 + block)
+    return block, gl.load(tile + 1), gl.load(tile + 2), t % blocks_across * BLOCK
+
+
+@gluon.jit
+def cast_columns(x, block, k0, data_ptr, scales_ptr, stride_s, K, P, E5M2: gl.constexpr, POWER_OF_TWO: gl.constexpr):
+    """x (128 rows, zeros behind the last; 128 columns from k0 on) to padded block `block` of data (K, P).
+
+    With a scale a column, of scales (K, P / 128).
+    """
+    BLOCK: gl.constexpr = x.shape[0]
+    WARPS: gl.constexpr = gl.num_warps()
+    OUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
+    scale = scale_of(gl.max(absolute(x), 0), E5M2, POWER_OF_TWO)
+    k = k0 + gl.arange(0, BLOCK, gl.SliceLayout(0, x.type.layout))
+    gl.store(scales_ptr + block.to(gl.int64) * stride_s + k, scale, mask=k < K)
+    data = to_fp8(x * reciprocal(scale)[None, :], E5M2, True)
+    data = gl.convert_layout(data.permute([1, 0]), OUT)
+    k = k0 + gl.arange(0, BLOCK, gl.SliceLayout(1, OUT))
+    row = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, OUT))
+    gl.store(data_ptr + k.to(gl.int64)[:, None] * P + row[None, :], data, mask=(k < K)[:, None])
+
+
+@gluon.jit
+def cast_rows(x, m0, end, k0, data_ptr, scales_ptr, stride_s, K, E5M2: gl.constexpr, POWER_OF_TWO: gl.constexpr):
+    """x to rows m0 : end and 128 columns from k0 on of data (T, K), with a scale a row, of scales (T, K / 128)."""
+    BLOCK: gl.constexpr = x.shape[1]
+    scale = scale_of(gl.max(absolute(x), 1), E5M2, POWER_OF_TWO)
+    m = m0 + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
+    k = k0 + gl.arange(0, BLOCK, gl.SliceLayout(0, x.type.layout))
+    gl.store(scales_ptr + (k0 // BLOCK).to(gl.int64) * stride_s + m, scale, mask=m < end)
+    data = to_fp8(x * reciprocal(scale)[:, None], E5M2, True)
+    gl.store(data_ptr + m.to(gl.int64)[:, None] * K + k[None, :], data, mask=(m < end)[:, None] & (k < K)[None, :])

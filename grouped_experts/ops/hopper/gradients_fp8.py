@@ -1,0 +1,200 @@
+"""What becomes of da in FP8, in Gluon for sm_90: the activation's backward, with the casts of what it makes."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from grouped_experts.activations import get_activation
+from grouped_experts.ops.hopper.casts import barriers, block_at, cast_columns, cast_rows, rows_of_four
+from grouped_experts.ops.hopper.compat import async_load, barrier
+from grouped_experts.ops.hopper.descriptors import ragged_descriptor, rows_at
+from grouped_experts.ops.hopper.dispatch import suits_casts
+from grouped_experts.ops.hopper.pipeline import advance
+from grouped_experts.ops.portable.activations import GRADIENTS, VALUES
+from grouped_experts.ops.portable.fused_fp8 import quantized_gradients as portable_gradients
+from grouped_experts.ops.portable.launch import Kernel, contiguous, kernel, num_processors
+from grouped_experts.ops.portable.products import sum_partials
+from grouped_experts.ops.portable.schedule import build_schedule
+from grouped_experts.ops.reference.fused_fp8 import empty_gradients
+from grouped_experts.rows import FP8_BLOCK, padded_rows
+
+STAGES = 2  # of 96 KiB
+
+
+@gluon.jit
+def fetch(t, total, da_desc, h_desc, tiles_ptr, blocks_across, smem, full, stage):
+    """Block t of da, of the gate and of up, where there is one."""
+    BLOCK: gl.constexpr = da_desc.block_type.shape[2]
+    if t < total:
+        _block, m0, end, n0 = block_at(t, tiles_ptr, blocks_across, BLOCK)
+        wrap, until, row = rows_at(m0, end)
+        bar = full.index(stage)
+        mbarrier.expect(bar, da_desc.block_type.nbytes + 2 * h_desc.block_type.nbytes)
+        async_load(da_desc, [wrap, until, row, 0, n0], bar, smem.index(3 * stage))
+        async_load(h_desc, [wrap, until, row, 0, n0], bar, smem.index(3 * stage + 1))
+        async_load(h_desc, [wrap, until, row, 1, n0], bar, smem.index(3 * stage + 2))
+
+
+@gluon.jit
+def gradients_kernel(
+    da_desc,  # ragged (T, 1, I), block (128, 1, 128)
+    h_desc,  # ragged (T, 2, I), block (128, 1, 128)
+    probs_ptr,  # (T,) or None
+    tiles_ptr,  # (1 + tiles, 4), of 128 rows
+    dh_ptr,  # (T, 2 I), or None
+    dh_scales_ptr,  # (T, 2 I / 128), unit stride
+    dh_columns_ptr,  # (2 I, P), or None
+    dh_column_scales_ptr,  # (2 I, P / 128), unit stride
+    a_ptr,  # (I, P), or None
+    a_scales_ptr,  # (I, P / 128), unit stride
+    partials_ptr,  # (I / 128, T), or None
+    num_rows,
+    I,
+    P,
+    stride_dhs,
+    stride_dhp,
+    stride_ap,
+    ACT: gl.constexpr,
+    ACT_GRADIENT: gl.constexpr,
+    E5M2: gl.constexpr,  # dh; a is e4m3
+    POWER_OF_TWO: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Grid (programs,), persistent. I is a multiple of 128."""
+    BLOCK: gl.constexpr = da_desc.block_type.shape[2]
+    LAYOUT: gl.constexpr = rows_of_four(gl.num_warps())
+    smem = gl.allocate_shared_memory(h_desc.dtype, [3 * STAGES] + h_desc.block_type.shape, h_desc.layout)
+    full = barriers(STAGES)
+    fence_async_shared()
+    blocks_across = I // BLOCK
+    total = gl.load(tiles_ptr) * blocks_across
+    programs = gl.num_programs(0)
+    for i in gl.static_range(STAGES):
+        fetch(gl.program_id(0) + i * programs, total, da_desc, h_desc, tiles_ptr, blocks_across, smem, full, i)
+    stage = 0
+    phase = 0
+    for t in range(gl.program_id(0), total, programs):
+        block, m0, end, n0 = block_at(t, tiles_ptr, blocks_across, BLOCK)
+        m = m0 + gl.arange(0, BLOCK, gl.SliceLayout(1, LAYOUT))
+        mbarrier.wait(full.index(stage), phase)
+        da_smem = smem.index(3 * stage).reshape([BLOCK, BLOCK])
+        gate_smem = smem.index(3 * stage + 1).reshape([BLOCK, BLOCK])
+        up_smem = smem.index(3 * stage + 2).reshape([BLOCK, BLOCK])
+        if probs_ptr is not None:
+            p = gl.load(probs_ptr + m, mask=m < end, other=0.0).to(gl.float32)
+        else:
+            p = gl.full([BLOCK], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
+        s = ACT(gate_smem.load(LAYOUT).to(gl.float32), up_smem.load(LAYOUT).to(gl.float32), False)
+        if partials_ptr is not None:
+            dp = gl.sum(da_smem.load(LAYOUT).to(gl.float32) * s, 1)
+            gl.store(partials_ptr + (n0 // BLOCK).to(gl.int64) * num_rows + m, dp, mask=m < end)
+        if a_ptr is not None:
+            a = (p[:, None] * s).to(h_desc.dtype).to(gl.float32)
+            cast_columns(a, block, n0, a_ptr, a_scales_ptr, stride_ap, I, P, False, POWER_OF_TWO)
+        d_gate, d_up = ACT_GRADIENT(
+            p[:, None] * da_smem.load(LAYOUT).to(gl.float32),
+            gate_smem.load(LAYOUT).to(gl.float32),
+            up_smem.load(LAYOUT).to(gl.float32),
+            False,
+        )
+        gate_smem.store(d_gate.to(h_desc.dtype))  # every thread its own numbers: registers do not hold them
+        up_smem.store(d_up.to(h_desc.dtype))
+        cast_both_ways(
+            gate_smem.load(LAYOUT), block, m0, end, n0, dh_ptr, dh_scales_ptr, stride_dhs, dh_columns_ptr,
+            dh_column_scales_ptr, stride_dhp, 2 * I, P, E5M2, POWER_OF_TWO
+        )  # fmt: skip
+        cast_both_ways(
+            up_smem.load(LAYOUT), block, m0, end, I + n0, dh_ptr, dh_scales_ptr, stride_dhs, dh_columns_ptr,
+            dh_column_scales_ptr, stride_dhp, 2 * I, P, E5M2, POWER_OF_TWO
+        )  # fmt: skip
+        fence_async_shared()
+        barrier()
+        fetch(t + STAGES * programs, total, da_desc, h_desc, tiles_ptr, blocks_across, smem, full, stage)
+        stage, phase = advance(stage, phase, STAGES)
+
+
+@gluon.jit
+def cast_both_ways(
+    x, block, m0, end, k0, data_ptr, scales_ptr, stride_s, columns_ptr, column_scales_ptr, stride_cs, K, P,
+    E5M2: gl.constexpr, POWER_OF_TWO: gl.constexpr
+):  # fmt: skip
+    """By rows, by columns, or both: what has room."""
+    if data_ptr is not None:
+        cast_rows(x.to(gl.float32), m0, end, k0, data_ptr, scales_ptr, stride_s, K, E5M2, POWER_OF_TWO)
+    if columns_ptr is not None:
+        cast_columns(
+            x.to(gl.float32), block, k0, columns_ptr, column_scales_ptr, stride_cs, K, P, E5M2, POWER_OF_TWO
+        )  # fmt: skip
+
+
+def quantized_gradients(
+    da: Tensor,
+    h: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    probs: Tensor | None,
+    activation: str,
+    dtype: torch.dtype,
+    power_of_two: bool,
+    need_rows: bool,
+    need_columns: bool,
+    need_a: bool,
+    need_dprobs: bool,
+    tiles: Tensor,
+    tile: int,
+) -> tuple[Tensor, ...]:
+    """As `portable.fused_fp8.quantized_gradients`."""
+    (rows, columns), experts = da.shape, starts.shape[0]
+    needed = need_rows, need_columns, need_a, need_dprobs
+    but = None
+    if not get_activation(activation).gated:
+        but = f"{activation} has no gate"
+    elif columns % FP8_BLOCK:
+        but = f"{columns} columns are no multiple of {FP8_BLOCK}"
+    if not suits_casts("quantized_gradients", da, h, but=but):
+        return portable_gradients(da, h, starts, ends, probs, activation, dtype, power_of_two, *needed, tiles, tile)
+    made = empty_gradients(h, columns, experts, dtype, *needed)
+    partials = h.new_empty(columns // FP8_BLOCK, rows, dtype=torch.float32) if need_dprobs else None
+    dh, dh_scales, dh_columns, dh_column_scales, a, a_scales, _ = made
+    padded, block = padded_rows(rows, experts), (FP8_BLOCK, 1, FP8_BLOCK)
+    gradients(activation, dtype == torch.float8_e5m2, power_of_two).launch(
+        (min(num_processors(h.device), padded // FP8_BLOCK * (columns // FP8_BLOCK)),),
+        h.device,
+        ragged_descriptor(da, (1, columns), (columns, columns, 1), block),
+        ragged_descriptor(h, (2, columns), (h.stride(0), columns, 1), block),
+        contiguous(probs),
+        tiles if tile == FP8_BLOCK else build_schedule(starts, ends, rows, FP8_BLOCK),
+        dh if need_rows else None,
+        dh_scales if need_rows else None,
+        dh_columns if need_columns else None,
+        dh_column_scales if need_columns else None,
+        a if need_a else None,
+        a_scales if need_a else None,
+        partials,
+        rows,
+        columns,
+        padded,
+        dh_scales.stride(1),
+        dh_column_scales.stride(1),
+        a_scales.stride(1),
+    )
+    return *made[:6], sum_partials(partials, da, None, tiles, tile, experts)
+
+
+@functools.cache
+def gradients(activation: str, e5m2: bool, power_of_two: bool) -> Kernel:
+    return kernel(
+        gradients_kernel,
+        num_warps=16,
+        ACT=VALUES[activation],
+        ACT_GRADIENT=GRADIENTS[activation],
+        E5M2=e5m2,
+        POWER_OF_TWO=power_of_two,
+        STAGES=STAGES,
+    )
