@@ -43,6 +43,11 @@ LAYOUTS = {
 by_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 
 
+def of_products(paths: list[str]) -> list[str]:
+    """Without those of the casts that make operands."""
+    return [path for path in paths if not path.startswith("quantize")]
+
+
 def rows_of(layout: Layout, columns: int) -> Tensor:
     """For a cast by rows."""
     return source(layout, columns, DEVICE, each_row=True)
@@ -91,7 +96,7 @@ def test_edges_of_tiles(depth: int, columns: int, paths: list[str]) -> None:
     experts = LAYOUT.num_experts
     x, w = quantize_rows(rows_of(LAYOUT, depth)), quantize_blocks(weight_of(experts, columns, depth))
     check_m_grouped(x, w, LAYOUT, BF16)
-    assert paths == ["m_grouped_gemm_fp8: Gluon"]
+    assert of_products(paths) == ["m_grouped_gemm_fp8: Gluon"]
 
 
 @by_layout
@@ -103,7 +108,7 @@ def test_layouts_and_dtypes(
     x = quantize_rows(rows_of(layout, 272), dtype=dtypes[0])
     w = quantize_blocks(weight_of(layout.num_experts, 392, 272), dtype=dtypes[1])
     check_m_grouped(x, w, layout, out_dtype)
-    assert paths == ["m_grouped_gemm_fp8: Gluon"]
+    assert of_products(paths) == ["m_grouped_gemm_fp8: Gluon"]
 
 
 def test_many_steps_and_tiles(paths: list[str]) -> None:
@@ -111,7 +116,7 @@ def test_many_steps_and_tiles(paths: list[str]) -> None:
     layout = contiguous([700, 0, 1500, 3, 900])
     x, w = quantize_rows(rows_of(layout, 3200)), quantize_blocks(weight_of(5, 3000, 3200))
     check_m_grouped(x, w, layout, BF16)
-    assert paths == ["m_grouped_gemm_fp8: Gluon"]
+    assert of_products(paths) == ["m_grouped_gemm_fp8: Gluon"]
 
 
 def test_scales_of_any_strides(paths: list[str]) -> None:
@@ -120,7 +125,7 @@ def test_scales_of_any_strides(paths: list[str]) -> None:
     sent = Quantized(x.data, x.scales.contiguous())
     turned = Quantized(w.data, w.scales.permute(2, 0, 1).contiguous().permute(1, 2, 0))
     assert torch.equal(m_grouped_gemm_fp8(sent, turned, LAYOUT.rows(DEVICE)), y)
-    assert paths == ["m_grouped_gemm_fp8: Gluon"] * 2
+    assert of_products(paths) == ["m_grouped_gemm_fp8: Gluon"] * 2
 
 
 def test_scales_whose_product_is_beyond_fp32() -> None:
@@ -163,7 +168,7 @@ def test_fc1_casts_as_a_chain_does(
         )
         for actual, expected in zip((h, *a), (chained, *cast), strict=True):
             assert torch.equal(actual[owned].float(), expected[owned].float())
-    assert paths == ["fc1_activation_fp8: Gluon", "m_grouped_gemm_fp8: Gluon"] * 2
+    assert of_products(paths) == ["fc1_activation_fp8: Gluon", "m_grouped_gemm_fp8: Gluon"] * 2
 
 
 def test_what_fc1_leaves_to_a_chain(paths: list[str]) -> None:
@@ -185,7 +190,7 @@ def test_edges_of_weight_tiles(rows: int, columns: int, paths: list[str]) -> Non
     ranges = LAYOUT.rows(DEVICE)
     a, b = (quantize_columns(columns_of(LAYOUT, n), ranges) for n in (rows, columns))
     c = k_grouped_gemm_fp8(a, b, ranges)
-    assert paths == ["k_grouped_gemm_fp8: Gluon"]
+    assert of_products(paths) == ["k_grouped_gemm_fp8: Gluon"]
     check_k_grouped(c, a, b, LAYOUT)
     assert not c[1].any()
 
@@ -206,7 +211,7 @@ def test_weights_of_layouts_and_dtypes(
         each.data.view(torch.uint8)[:, 128 * used :] = 0x7F
         each.scales[:, used:] = torch.nan
     c = k_grouped_gemm_fp8(a, b, ranges, out_dtype=out_dtype)
-    assert paths == ["k_grouped_gemm_fp8: Gluon"]
+    assert of_products(paths) == ["k_grouped_gemm_fp8: Gluon"]
     check_k_grouped(c, a, b, layout)
 
 
@@ -219,7 +224,7 @@ def test_accumulation(layout: Layout, columns: int, paths: list[str]) -> None:
     buffer = torch.randn(layout.num_experts, 210, columns + 16, device=DEVICE)
     before, c = buffer.clone(), buffer[:, 4:204, 8 : columns + 8]
     k_grouped_gemm_fp8_accumulate(c, a, b, ranges)
-    assert paths == ["k_grouped_gemm_fp8_accumulate: Gluon"]
+    assert of_products(paths) == ["k_grouped_gemm_fp8_accumulate: Gluon"]
     check_k_grouped(c, a, b, layout, before[:, 4:204, 8 : columns + 8])
     for expert in layout.empty_experts():
         assert torch.equal(buffer[expert], before[expert])
@@ -234,7 +239,7 @@ def test_more_weight_tiles_than_programs(paths: list[str]) -> None:
         ranges = layout.rows(DEVICE)
         a, b = (quantize_columns(columns_of(layout, n), ranges) for n in (1000, 1544))
         check_k_grouped(k_grouped_gemm_fp8(a, b, ranges), a, b, layout)
-    assert paths == ["k_grouped_gemm_fp8: Gluon"] * 2
+    assert of_products(paths) == ["k_grouped_gemm_fp8: Gluon"] * 2
 
 
 @pytest.mark.parametrize("layer", ["plain", "deferred", "routed", "e5m2", "cast before", "expected rows"])

@@ -72,7 +72,9 @@ def fc2_dgrad_activation_fp8(
     need_columns: bool = True,
     expected_rows: int | None = None,
 ) -> tuple[Quantized, Quantized | None, Quantized | None, Tensor]:
-    """dh = act'(h) (p * da), a = p * act(h), dprobs[r] = sum_j da_j act(h)_j; da = dy W2_e, in bf16 or, unless h is, fp32.
+    """dh = act'(h) (p * da), a = p * act(h), dprobs[r] = sum_j da_j act(h)_j, where da = dy W2_e.
+
+    da is rounded to bf16 where h is in bf16, and in fp32 otherwise.
 
     dy: of `quantize_rows`, data (T, H); fc2_weight: of `quantize_blocks` with transpose, data (E, I, H); e4m3 or e5m2,
     scales fp32. h (T, 2I), or (T, I) without a gate, in bf16 | fp16 | fp32. probs (T,) in any floating dtype, ones if

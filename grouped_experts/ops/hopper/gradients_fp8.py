@@ -11,7 +11,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from grouped_experts.activations import get_activation
-from grouped_experts.ops.hopper.casts import barriers, block_at, cast_columns, cast_rows, rows_of_four
+from grouped_experts.ops.hopper.casts import (
+    ROWS_OF_FOUR,
+    TRANSPOSED,
+    WARPS,
+    barriers,
+    block_at,
+    cast_columns,
+    cast_rows,
+)
 from grouped_experts.ops.hopper.compat import async_load, barrier
 from grouped_experts.ops.hopper.descriptors import ragged_descriptor, rows_at
 from grouped_experts.ops.hopper.dispatch import suits_casts
@@ -24,7 +32,8 @@ from grouped_experts.ops.portable.schedule import build_schedule
 from grouped_experts.ops.reference.fused_fp8 import empty_gradients
 from grouped_experts.rows import FP8_BLOCK, padded_rows
 
-STAGES = 2  # of 96 KiB
+PROGRAMS = 2  # of a processor
+STAGES = 1  # of 96 KiB
 
 
 @gluon.jit
@@ -65,10 +74,10 @@ def gradients_kernel(
     E5M2: gl.constexpr,  # dh; a is e4m3
     POWER_OF_TWO: gl.constexpr,
     STAGES: gl.constexpr,
+    ROWS: gl.constexpr,  # at a time through the activation: more than these the registers do not hold
 ):
     """Grid (programs,), persistent. I is a multiple of 128."""
     BLOCK: gl.constexpr = da_desc.block_type.shape[2]
-    LAYOUT: gl.constexpr = rows_of_four(gl.num_warps())
     smem = gl.allocate_shared_memory(h_desc.dtype, [3 * STAGES] + h_desc.block_type.shape, h_desc.layout)
     full = barriers(STAGES)
     fence_async_shared()
@@ -81,37 +90,28 @@ def gradients_kernel(
     phase = 0
     for t in range(gl.program_id(0), total, programs):
         block, m0, end, n0 = block_at(t, tiles_ptr, blocks_across, BLOCK)
-        m = m0 + gl.arange(0, BLOCK, gl.SliceLayout(1, LAYOUT))
         mbarrier.wait(full.index(stage), phase)
         da_smem = smem.index(3 * stage).reshape([BLOCK, BLOCK])
         gate_smem = smem.index(3 * stage + 1).reshape([BLOCK, BLOCK])
         up_smem = smem.index(3 * stage + 2).reshape([BLOCK, BLOCK])
-        if probs_ptr is not None:
-            p = gl.load(probs_ptr + m, mask=m < end, other=0.0).to(gl.float32)
-        else:
-            p = gl.full([BLOCK], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
-        s = ACT(gate_smem.load(LAYOUT).to(gl.float32), up_smem.load(LAYOUT).to(gl.float32), False)
-        if partials_ptr is not None:
-            dp = gl.sum(da_smem.load(LAYOUT).to(gl.float32) * s, 1)
-            gl.store(partials_ptr + (n0 // BLOCK).to(gl.int64) * num_rows + m, dp, mask=m < end)
+        for i in gl.static_range(BLOCK // ROWS):
+            differentiate(
+                da_smem.slice(i * ROWS, ROWS), gate_smem.slice(i * ROWS, ROWS), up_smem.slice(i * ROWS, ROWS),
+                m0 + i * ROWS, end, n0, probs_ptr, partials_ptr, num_rows, ACT, ACT_GRADIENT
+            )  # fmt: skip
+        # Behind a, whose place is free once it is in registers, the others are transposed there.
+        transposed = da_smem._reinterpret(gl.uint8, [BLOCK, BLOCK], TRANSPOSED)
         if a_ptr is not None:
-            a = (p[:, None] * s).to(h_desc.dtype).to(gl.float32)
-            cast_columns(a, block, n0, a_ptr, a_scales_ptr, stride_ap, I, P, False, POWER_OF_TWO)
-        d_gate, d_up = ACT_GRADIENT(
-            p[:, None] * da_smem.load(LAYOUT).to(gl.float32),
-            gate_smem.load(LAYOUT).to(gl.float32),
-            up_smem.load(LAYOUT).to(gl.float32),
-            False,
-        )
-        gate_smem.store(d_gate.to(h_desc.dtype))  # every thread its own numbers: registers do not hold them
-        up_smem.store(d_up.to(h_desc.dtype))
+            a = da_smem.load(ROWS_OF_FOUR).to(gl.float32)
+            barrier()
+            cast_columns(a, block, n0, a_ptr, a_scales_ptr, stride_ap, I, P, transposed, False, POWER_OF_TWO)
         cast_both_ways(
-            gate_smem.load(LAYOUT), block, m0, end, n0, dh_ptr, dh_scales_ptr, stride_dhs, dh_columns_ptr,
-            dh_column_scales_ptr, stride_dhp, 2 * I, P, E5M2, POWER_OF_TWO
+            gate_smem, block, m0, end, n0, dh_ptr, dh_scales_ptr, stride_dhs, dh_columns_ptr, dh_column_scales_ptr,
+            stride_dhp, 2 * I, P, transposed, E5M2, POWER_OF_TWO
         )  # fmt: skip
         cast_both_ways(
-            up_smem.load(LAYOUT), block, m0, end, I + n0, dh_ptr, dh_scales_ptr, stride_dhs, dh_columns_ptr,
-            dh_column_scales_ptr, stride_dhp, 2 * I, P, E5M2, POWER_OF_TWO
+            up_smem, block, m0, end, I + n0, dh_ptr, dh_scales_ptr, stride_dhs, dh_columns_ptr, dh_column_scales_ptr,
+            stride_dhp, 2 * I, P, transposed, E5M2, POWER_OF_TWO
         )  # fmt: skip
         fence_async_shared()
         barrier()
@@ -120,16 +120,44 @@ def gradients_kernel(
 
 
 @gluon.jit
+def differentiate(
+    da_smem, gate_smem, up_smem, m0, end, n0, probs_ptr, partials_ptr, num_rows, ACT: gl.constexpr,
+    ACT_GRADIENT: gl.constexpr
+):  # fmt: skip
+    """a = p * act(h) to the place of da, both parts of dh to those of h, rounded as h; and the sums of da * act(h)."""
+    ROWS: gl.constexpr = da_smem.shape[0]
+    COLUMNS: gl.constexpr = da_smem.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    m = m0 + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    if probs_ptr is not None:
+        p = gl.load(probs_ptr + m, mask=m < end, other=0.0).to(gl.float32)
+    else:
+        p = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
+    da = da_smem.load(ROWS_OF_FOUR).to(gl.float32)
+    gate, up = gate_smem.load(LAYOUT).to(gl.float32), up_smem.load(LAYOUT).to(gl.float32)
+    s = ACT(gate, up, False)
+    d_gate, d_up = ACT_GRADIENT(p[:, None] * da, gate, up, False)
+    da_smem.store((p[:, None] * s).to(da_smem.dtype))
+    gate_smem.store(d_gate.to(da_smem.dtype))
+    up_smem.store(d_up.to(da_smem.dtype))
+    if partials_ptr is not None:
+        dp = gl.sum(da * s, 1)
+        gl.store(partials_ptr + (n0 // COLUMNS).to(gl.int64) * num_rows + m, dp, mask=m < end)
+
+
+@gluon.jit
 def cast_both_ways(
-    x, block, m0, end, k0, data_ptr, scales_ptr, stride_s, columns_ptr, column_scales_ptr, stride_cs, K, P,
-    E5M2: gl.constexpr, POWER_OF_TWO: gl.constexpr
+    x_smem, block, m0, end, k0, data_ptr, scales_ptr, stride_s, columns_ptr, column_scales_ptr, stride_cs, K, P,
+    transposed, E5M2: gl.constexpr, POWER_OF_TWO: gl.constexpr
 ):  # fmt: skip
     """By rows, by columns, or both: what has room."""
     if data_ptr is not None:
-        cast_rows(x.to(gl.float32), m0, end, k0, data_ptr, scales_ptr, stride_s, K, E5M2, POWER_OF_TWO)
+        x = x_smem.load(ROWS_OF_FOUR).to(gl.float32)
+        cast_rows(x, m0, end, k0, data_ptr, scales_ptr, stride_s, K, E5M2, POWER_OF_TWO)
     if columns_ptr is not None:
+        x = x_smem.load(ROWS_OF_FOUR).to(gl.float32)
         cast_columns(
-            x.to(gl.float32), block, k0, columns_ptr, column_scales_ptr, stride_cs, K, P, E5M2, POWER_OF_TWO
+            x, block, k0, columns_ptr, column_scales_ptr, stride_cs, K, P, transposed, E5M2, POWER_OF_TWO
         )  # fmt: skip
 
 
@@ -164,7 +192,7 @@ def quantized_gradients(
     dh, dh_scales, dh_columns, dh_column_scales, a, a_scales, _ = made
     padded, block = padded_rows(rows, experts), (FP8_BLOCK, 1, FP8_BLOCK)
     gradients(activation, dtype == torch.float8_e5m2, power_of_two).launch(
-        (min(num_processors(h.device), padded // FP8_BLOCK * (columns // FP8_BLOCK)),),
+        (min(PROGRAMS * num_processors(h.device), padded // FP8_BLOCK * (columns // FP8_BLOCK)),),
         h.device,
         ragged_descriptor(da, (1, columns), (columns, columns, 1), block),
         ragged_descriptor(h, (2, columns), (h.stride(0), columns, 1), block),
@@ -191,10 +219,12 @@ def quantized_gradients(
 def gradients(activation: str, e5m2: bool, power_of_two: bool) -> Kernel:
     return kernel(
         gradients_kernel,
-        num_warps=16,
+        num_warps=WARPS.value,
+        max_registers=128,  # for so many programs
         ACT=VALUES[activation],
         ACT_GRADIENT=GRADIENTS[activation],
         E5M2=e5m2,
         POWER_OF_TWO=power_of_two,
         STAGES=STAGES,
+        ROWS=64,
     )

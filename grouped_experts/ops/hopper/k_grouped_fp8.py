@@ -27,7 +27,7 @@ from grouped_experts.ops.hopper.descriptors import descriptor
 from grouped_experts.ops.hopper.dispatch import is_fast
 from grouped_experts.ops.hopper.k_producer import weight_tile
 from grouped_experts.ops.hopper.m_grouped_fp8 import settled
-from grouped_experts.ops.hopper.pipeline import advance, halves, ring
+from grouped_experts.ops.hopper.pipeline import advance, before, halves, ring
 from grouped_experts.ops.hopper.plan import make_plan
 from grouped_experts.ops.hopper.tiles import BLOCK_M, Tile, choose_tile
 from grouped_experts.ops.portable.launch import Kernel, cdiv, kernel, num_processors, suits_tma
@@ -110,8 +110,9 @@ def multiply(
     left = gl.zeros((HALF, BLOCK), gl.float32, SUM)
     right = gl.zeros((HALF, BLOCK), gl.float32, SUM)
     product = gl.zeros((HALF, BLOCK), gl.float32, SUM)
-    for _i in range(steps):
+    if steps > 0:
         mbarrier.wait(full.index(stage), phase)
+    for i in range(steps):
         a, b = a_smem.index(2 * stage + half), b_smem.index(stage)
         b_scales = b_scales_smem.index(stage).reshape([2 * BLOCK])
         product = warpgroup_mma(a, b.slice(0, BLOCK, 0).permute((1, 0)), product, use_acc=never, is_async=True)
@@ -120,11 +121,13 @@ def multiply(
         b_scale = b_scales.slice(0, BLOCK, 0).load(gl.SliceLayout(0, SUM))
         left = settled(left + product * a_scale[:, None] * b_scale[None, :])
         product = warpgroup_mma(a, b.slice(BLOCK, BLOCK, 0).permute((1, 0)), product, use_acc=never, is_async=True)
+        stage, phase = advance(stage, phase, STAGES)
+        if i + 1 < steps:  # while that is multiplied
+            mbarrier.wait(full.index(stage), phase)
         product = warpgroup_mma_wait(0, deps=[product])
         b_scale = b_scales.slice(BLOCK, BLOCK, 0).load(gl.SliceLayout(0, SUM))
+        mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
         right = settled(right + product * a_scale[:, None] * b_scale[None, :])
-        mbarrier.arrive(empty.index(stage), count=1)
-        stage, phase = advance(stage, phase, STAGES)
     return left, right, stage, phase
 
 

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from grouped_experts.ops.hopper.compat import async_load, async_load_by_pointer
 from grouped_experts.ops.hopper.descriptors import rows_at
 from grouped_experts.ops.hopper.m_producer import row_tile
-from grouped_experts.ops.hopper.pipeline import advance, ring
+from grouped_experts.ops.hopper.pipeline import advance, before, ring
 
 LARGEST = gl.constexpr(3.4028234663852886e38)  # of fp32
 
@@ -79,23 +79,29 @@ def multiply(
     left = gl.zeros((HALF, BLOCK), gl.float32, SUM)
     right = gl.zeros((HALF, BLOCK), gl.float32, SUM)
     product = gl.zeros((HALF, BLOCK), gl.float32, SUM)
-    for _i in range(steps):
+    if steps > 0:
         mbarrier.wait(full.index(stage), phase)
+    for i in range(steps):
         x = x_smem.index(2 * stage + half).reshape([HALF, BLOCK])
         w = w_smem.index(stage).reshape([2 * BLOCK, BLOCK])
         product = warpgroup_mma(x, w.slice(0, BLOCK, 0).permute((1, 0)), product, use_acc=never, is_async=True)
+        if i > 0:
+            mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
         scale = x_scales_smem.index(2 * stage + half).load(gl.SliceLayout(1, SUM))
-        left_scale = gl.load(left_scales)
-        right_scale = gl.load(right_scales)
+        left_scale = settled(bounded(scale * gl.load(left_scales)))
+        right_scale = settled(bounded(scale * gl.load(right_scales)))
         product = warpgroup_mma_wait(0, deps=[product])
-        left = settled(add_scaled(left, product, scale, left_scale))
+        left = settled(left + product * left_scale[:, None])
         product = warpgroup_mma(x, w.slice(BLOCK, BLOCK, 0).permute((1, 0)), product, use_acc=never, is_async=True)
-        product = warpgroup_mma_wait(0, deps=[product])
-        mbarrier.arrive(empty.index(stage), count=1)
-        right = add_scaled(right, product, scale, right_scale)
         left_scales += stride_k
         right_scales += stride_k
         stage, phase = advance(stage, phase, STAGES)
+        if i + 1 < steps:  # while that is multiplied
+            mbarrier.wait(full.index(stage), phase)
+        product = warpgroup_mma_wait(0, deps=[product])
+        right = settled(right + product * right_scale[:, None])
+    if steps > 0:
+        mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
     return left, right, stage, phase
 
 
@@ -108,14 +114,13 @@ def settled(x):
 
 
 @gluon.jit
-def add_scaled(total, product, x_scale, w_scale):
-    """Scales whose product is beyond fp32 count as its largest number: infinity times a sum of zero would be NaN.
+def bounded(scale):
+    """A product of scales that is beyond fp32 as its largest number: infinity times a sum of zero would be NaN.
 
-    A product of scales below fp32's normal numbers, 2^-126, has fewer bits.
+    One that is infinite itself belongs to a block with NaN among its numbers. A product below fp32's normal numbers,
+    2^-126, has fewer bits.
     """
-    scale = x_scale * w_scale
-    scale = gl.where((scale > LARGEST) & (gl.maximum(x_scale, w_scale) <= LARGEST), LARGEST, scale)
-    return total + product * scale[:, None]
+    return gl.minimum(scale, LARGEST)
 
 
 @gluon.jit

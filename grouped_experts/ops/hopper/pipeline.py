@@ -35,6 +35,12 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def before(stage, STAGES: gl.constexpr):
+    """The stage ahead of that one."""
+    return gl.where(stage == 0, STAGES, stage) - 1
+
+
+@gluon.jit
 def halves(block):
     """The left and the right half of the columns of an accumulator, which are registers of their own."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(

@@ -9,7 +9,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from grouped_experts.ops import portable
-from grouped_experts.ops.hopper.casts import barriers, block_at, cast_columns, cast_rows, rows_of_four
+from grouped_experts.ops.hopper.casts import (
+    ROWS_OF_FOUR,
+    TRANSPOSED,
+    WARPS,
+    barriers,
+    block_at,
+    cast_columns,
+    cast_rows,
+)
 from grouped_experts.ops.hopper.compat import async_load, barrier
 from grouped_experts.ops.hopper.descriptors import ragged_descriptor, rows_at
 from grouped_experts.ops.hopper.dispatch import suits_casts
@@ -20,7 +28,7 @@ from grouped_experts.ops.reference.quantize import empty_columns, empty_rows
 from grouped_experts.rows import FP8_BLOCK
 
 PROGRAMS = 2  # of a processor
-STAGES = 3
+STAGES = 2
 
 
 @gluon.jit
@@ -52,8 +60,8 @@ def quantize_columns_kernel(
 ):
     """Grid (programs,), persistent."""
     BLOCK: gl.constexpr = x_desc.block_type.shape[2]
-    LAYOUT: gl.constexpr = rows_of_four(gl.num_warps())
     smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout)
+    transposed = gl.allocate_shared_memory(gl.uint8, [BLOCK, BLOCK], TRANSPOSED)
     full = barriers(STAGES)
     fence_async_shared()
     blocks_across = gl.cdiv(K, BLOCK)
@@ -68,12 +76,12 @@ def quantize_columns_kernel(
         mbarrier.wait(full.index(stage), phase)
         here = smem.index(stage).reshape([BLOCK, BLOCK])
         if row_data_ptr is not None:
-            x = here.load(LAYOUT).to(gl.float32)
+            x = here.load(ROWS_OF_FOUR).to(gl.float32)
             cast_rows(x, m0, end, k0, row_data_ptr, row_scales_ptr, stride_rs, K, E5M2, POWER_OF_TWO)
-        x = here.load(LAYOUT).to(gl.float32)  # once more: registers for two programs
+        x = here.load(ROWS_OF_FOUR).to(gl.float32)  # once more: registers for two programs
         barrier()
         fetch(t + STAGES * programs, total, x_desc, tiles_ptr, blocks_across, smem, full, stage)
-        cast_columns(x, block, k0, data_ptr, scales_ptr, stride_sp, K, P, E5M2, POWER_OF_TWO)
+        cast_columns(x, block, k0, data_ptr, scales_ptr, stride_sp, K, P, transposed, E5M2, POWER_OF_TWO)
         stage, phase = advance(stage, phase, STAGES)
 
 
@@ -111,8 +119,8 @@ def launch_columns(
     blocks = padded // FP8_BLOCK * cdiv(columns, FP8_BLOCK)
     kernel(
         quantize_columns_kernel,
-        num_warps=8,
-        max_registers=65536 // (PROGRAMS * 8 * 32),
+        num_warps=WARPS.value,
+        max_registers=128,  # for so many programs
         E5M2=data.dtype == torch.float8_e5m2,
         POWER_OF_TWO=power_of_two,
         STAGES=STAGES,

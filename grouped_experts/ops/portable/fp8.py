@@ -28,6 +28,11 @@ def absolute(x):
 
 
 @triton.jit
+def larger_or_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def scale_of(largest, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """Of a block whose largest |number| that is."""
     scale = tl.div_rn(largest, 57344.0 if E5M2 else 448.0)
