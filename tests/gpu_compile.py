@@ -23,10 +23,12 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from grouped_experts.activations import ACTIVATIONS
 from grouped_experts.ops import hopper, portable, reference
 from grouped_experts.ops.hopper import fc2_dgrad as hopper_fc2_dgrad
+from grouped_experts.ops.hopper import gradients_fp8 as hopper_gradients_fp8
 from grouped_experts.ops.hopper import k_grouped as hopper_k_grouped
 from grouped_experts.ops.hopper import k_grouped_fp8 as hopper_k_grouped_fp8
 from grouped_experts.ops.hopper import products as hopper_products
 from grouped_experts.ops.hopper import products_fp8 as hopper_products_fp8
+from grouped_experts.ops.hopper import quantize as hopper_quantize
 from grouped_experts.ops.portable import fp8, k_grouped, launch, products, products_fp8, quantize, schedule
 from grouped_experts.ops.reference.quantize import empty_columns
 
@@ -92,6 +94,8 @@ def compile_launches(patch: pytest.MonkeyPatch, arch: int, cache: str, call: Cal
         hopper_products_fp8,
         hopper_k_grouped,
         hopper_k_grouped_fp8,
+        hopper_gradients_fp8,
+        hopper_quantize,
         hopper_fc2_dgrad,
     ):
         patch.setattr(module, "num_processors", lambda device: 132)
@@ -280,6 +284,23 @@ def launch_hopper_fp8(dtype: torch.dtype) -> None:
         for h_dtype in (torch.bfloat16, torch.float16):
             for given, power_of_two in ((probs, True), (None, False)):
                 hopper.fc1_activation_fp8(*x, *weight, ends, ends, given, activation, h_dtype, power_of_two)
+    launch_hopper_casts(dtype)
+
+
+def launch_hopper_casts(dtype: torch.dtype) -> None:
+    """Casts by columns, and those behind fc2's dgrad, whose product is compiled already."""
+    experts, rows, inner = 8, 1600, 256
+    ends, tiles = torch.empty(experts, dtype=torch.int32), torch.empty(1600, 4, dtype=torch.int32)
+    x, probs = torch.empty(rows, 392, dtype=dtype), torch.empty(rows)
+    da, h = torch.empty(rows, inner, dtype=dtype), torch.empty(rows, 2 * inner, dtype=dtype)
+    for fp8_dtype, power_of_two in ((torch.float8_e4m3fn, False), (torch.float8_e5m2, True)):
+        hopper.quantize_columns(x, ends, ends, fp8_dtype, power_of_two)
+        hopper.quantize_rows_and_columns(x, ends, ends, fp8_dtype, power_of_two)
+        for activation in ACTIVATIONS:
+            for given, wanted in ((probs, (True, True, True, True)), (None, (False, True, False, True))):
+                hopper_gradients_fp8.quantized_gradients(
+                    da, h, ends, ends, given, activation, fp8_dtype, power_of_two, *wanted, tiles, 128
+                )  # fmt: skip
 
 
 def launch_fused_fp8(activation: str, rows: int, dtype: torch.dtype, fp8_dtype: torch.dtype) -> None:

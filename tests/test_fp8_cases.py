@@ -62,10 +62,11 @@ def assert_zero(results: Results, layout: Layout) -> None:
 def assert_close(name: str, actual: Tensor, expected: Tensor) -> None:
     """Along the last dimension, but for sums in another order: then now and then a number is rounded the other way.
 
-    On a GPU kernels for other numbers of rows may have summed, and the largest of a block may be what was rounded.
+    On a GPU kernels for other numbers of rows may have summed, and where an expert has one row, a row of its gradients
+    is as far off as one number of dh that was rounded the other way: the last place of e4m3.
     """
     error, size = (t.double().norm(dim=-1) for t in (actual - expected, expected))
-    assert (error <= (4e-3 if actual.device.type == "cpu" else 2**-4) * size).all(), name
+    assert (error <= (4e-3 if actual.device.type == "cpu" else 2**-3) * size).all(), name
 
 
 def assert_agree(results: Results, layout: Layout, others: Results, other: Layout) -> None:

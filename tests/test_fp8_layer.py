@@ -111,6 +111,11 @@ def emulated(
     return {name: t.detach() for name, t in made.items()}
 
 
+def limit(device: str) -> float:
+    """Of `difference`. Tensor cores sum in 14 bits, 32 products at a time: more numbers are rounded the other way."""
+    return 4e-3 if device == "cpu" else 1.2e-2
+
+
 def difference(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
 
@@ -124,7 +129,7 @@ def test_is_its_recipe(activation: str, recipe: FP8Recipe, device: str) -> None:
     actual, expected = gradients_of(mlp, LARGE, *given), emulated(mlp, recipe, LARGE, *given)
     for name, value in expected.items():
         assert actual[name].dtype == value.dtype
-        assert difference(actual[name], value) < 4e-3, name
+        assert difference(actual[name], value) < limit(device), name
 
 
 @by_recipe
@@ -140,7 +145,7 @@ def test_every_layout(layout: Layout, recipe: FP8Recipe, device: str) -> None:
         assert not actual[name][layout.empty_experts()].any(), name
     for name, value in expected.items():
         assert actual[name].isfinite().all(), name
-        assert difference(actual[name], value) < 4e-3, name
+        assert difference(actual[name], value) < limit(device), name
 
 
 @by_recipe
@@ -338,7 +343,9 @@ def test_an_expert_s_gradient_does_not_depend_on_its_neighbours(device: str) -> 
     part = [t.detach()[44:47].clone() for t in (x, probs, dy)]
     apart = gradients_of(mlp, alone, part[0].requires_grad_(), part[1].requires_grad_(), part[2])
     for name in ("fc1", "fc2"):
-        assert difference(together[name][1], apart[name][1]) < 4e-3  # kernels for other numbers of rows on a GPU
+        assert difference(together[name][1], apart[name][1]) < limit(
+            device
+        )  # kernels for other numbers of rows on a GPU
 
 
 def test_master_weights_of_fp32(device: str) -> None:

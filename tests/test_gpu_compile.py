@@ -35,6 +35,9 @@ CASES: list[Case] = [
 ]
 
 
+CASTS = ("quantize_columns_kernel", "gradients_kernel")  # of those in Gluon
+
+
 @pytest.fixture(scope="module")
 def compilations(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[Any]]]:
     """All cases that were asked for, as many at a time as there are processors: they take long."""
@@ -73,7 +76,8 @@ def test_kernels_compile(case: Case, compilations: dict[Case, Future[Any]]) -> N
             if "k_grouped" in kernel["name"]
         )
     for kernel in kernels:
-        assert not kernel["gluon"] or "wgmma" in kernel["instructions"], kernel
+        multiplies = kernel["gluon"] and kernel["name"] not in CASTS
+        assert not multiplies or "wgmma" in kernel["instructions"], kernel
         assert kernel["complaints"] == [], kernel
         assert kernel["shared"] <= SHARED_MEMORY[arch] * 1024, kernel
         assert kernel["spills"] == 0, kernel

@@ -73,7 +73,8 @@ class FP8Recipe:
             raise RuntimeError(
                 f"precision: wanted a GPU with FP8 (sm_89 or later) or FP8Recipe(emulate=True), got {name}"
             )
-        return FP8Products(dtype, self, weights, expected_rows=expected_rows)
+        # By name, as Dynamo of PyTorch 2.11 binds what is not wrongly beside a field that is keyword only.
+        return FP8Products(dtype=dtype, recipe=self, weights=weights, expected_rows=expected_rows)
 
 
 def recipe_of(precision: object) -> FP8Recipe | None:

@@ -25,6 +25,14 @@ async_add = getattr(tma, "async_atomic_add", None) or _async_add
 
 async_load_by_pointer = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
+
+@builtin
+def reinterpret(memory: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
+    """Shared memory seen as a block of another shape and dtype."""
+    method = getattr(memory, "reinterpret", None) or memory._reinterpret
+    return method(dtype, shape, layout, _semantic=_semantic)
+
+
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
-__all__ = ["async_add", "async_load", "async_load_by_pointer", "async_store", "barrier"]
+__all__ = ["async_add", "async_load", "async_load_by_pointer", "async_store", "barrier", "reinterpret"]

@@ -20,7 +20,7 @@ from grouped_experts.ops.hopper.casts import (
     cast_columns,
     cast_rows,
 )
-from grouped_experts.ops.hopper.compat import async_load, barrier
+from grouped_experts.ops.hopper.compat import async_load, barrier, reinterpret
 from grouped_experts.ops.hopper.descriptors import ragged_descriptor, rows_at
 from grouped_experts.ops.hopper.dispatch import suits_casts
 from grouped_experts.ops.hopper.pipeline import advance
@@ -99,20 +99,19 @@ def gradients_kernel(
                 da_smem.slice(i * ROWS, ROWS), gate_smem.slice(i * ROWS, ROWS), up_smem.slice(i * ROWS, ROWS),
                 m0 + i * ROWS, end, n0, probs_ptr, partials_ptr, num_rows, ACT, ACT_GRADIENT
             )  # fmt: skip
+            barrier()  # or the compiler would mix them
         # Behind a, whose place is free once it is in registers, the others are transposed there.
-        transposed = da_smem._reinterpret(gl.uint8, [BLOCK, BLOCK], TRANSPOSED)
+        transposed = reinterpret(da_smem, gl.uint8, [BLOCK, BLOCK], TRANSPOSED)
         if a_ptr is not None:
             a = da_smem.load(ROWS_OF_FOUR).to(gl.float32)
             barrier()
             cast_columns(a, block, n0, a_ptr, a_scales_ptr, stride_ap, I, P, transposed, False, POWER_OF_TWO)
-        cast_both_ways(
-            gate_smem, block, m0, end, n0, dh_ptr, dh_scales_ptr, stride_dhs, dh_columns_ptr, dh_column_scales_ptr,
-            stride_dhp, 2 * I, P, transposed, E5M2, POWER_OF_TWO
-        )  # fmt: skip
-        cast_both_ways(
-            up_smem, block, m0, end, I + n0, dh_ptr, dh_scales_ptr, stride_dhs, dh_columns_ptr, dh_column_scales_ptr,
-            stride_dhp, 2 * I, P, transposed, E5M2, POWER_OF_TWO
-        )  # fmt: skip
+        for part in range(2):
+            cast_both_ways(
+                smem.index(3 * stage + 1 + part).reshape([BLOCK, BLOCK]), block, m0, end, part * I + n0, dh_ptr,
+                dh_scales_ptr, stride_dhs, dh_columns_ptr, dh_column_scales_ptr, stride_dhp, 2 * I, P, transposed,
+                E5M2, POWER_OF_TWO
+            )  # fmt: skip
         fence_async_shared()
         barrier()
         fetch(t + STAGES * programs, total, da_desc, h_desc, tiles_ptr, blocks_across, smem, full, stage)
@@ -133,7 +132,7 @@ def differentiate(
         p = gl.load(probs_ptr + m, mask=m < end, other=0.0).to(gl.float32)
     else:
         p = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
-    da = da_smem.load(ROWS_OF_FOUR).to(gl.float32)
+    da = da_smem.load(LAYOUT).to(gl.float32)
     gate, up = gate_smem.load(LAYOUT).to(gl.float32), up_smem.load(LAYOUT).to(gl.float32)
     s = ACT(gate, up, False)
     d_gate, d_up = ACT_GRADIENT(p[:, None] * da, gate, up, False)
@@ -151,14 +150,14 @@ def cast_both_ways(
     transposed, E5M2: gl.constexpr, POWER_OF_TWO: gl.constexpr
 ):  # fmt: skip
     """By rows, by columns, or both: what has room."""
-    if data_ptr is not None:
-        x = x_smem.load(ROWS_OF_FOUR).to(gl.float32)
-        cast_rows(x, m0, end, k0, data_ptr, scales_ptr, stride_s, K, E5M2, POWER_OF_TWO)
     if columns_ptr is not None:
         x = x_smem.load(ROWS_OF_FOUR).to(gl.float32)
         cast_columns(
             x, block, k0, columns_ptr, column_scales_ptr, stride_cs, K, P, transposed, E5M2, POWER_OF_TWO
         )  # fmt: skip
+    if data_ptr is not None:
+        x = x_smem.load(ROWS_OF_FOUR).to(gl.float32)
+        cast_rows(x, m0, end, k0, data_ptr, scales_ptr, stride_s, K, E5M2, POWER_OF_TWO)
 
 
 def quantized_gradients(
@@ -226,5 +225,5 @@ def gradients(activation: str, e5m2: bool, power_of_two: bool) -> Kernel:
         E5M2=e5m2,
         POWER_OF_TWO=power_of_two,
         STAGES=STAGES,
-        ROWS=64,
+        ROWS=32,
     )
