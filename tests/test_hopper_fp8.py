@@ -9,16 +9,18 @@ from inputs import Layout, contiguous, masked, padded
 from test_products_fp8 import assert_close, block_weight, dequantized_columns, source
 from torch import Tensor
 
-from grouped_experts import FP8Recipe, GroupedMLP
+from grouped_experts import FP8Recipe, GroupedMLP, RowRanges
 from grouped_experts.ops import (
     Quantized,
     fc1_activation_fp8,
+    fc2_dgrad_activation_fp8,
     k_grouped_gemm_fp8,
     k_grouped_gemm_fp8_accumulate,
     m_grouped_gemm_fp8,
     quantize_blocks,
     quantize_columns,
     quantize_rows,
+    quantize_rows_and_columns,
     route,
     scaled_activation,
 )
@@ -182,6 +184,68 @@ def test_what_fc1_leaves_to_a_chain(paths: list[str]) -> None:
         assert torch.equal(h[:300], m_grouped_gemm_fp8(x, w, ranges, out_dtype=h_dtype)[:300])
         assert torch.equal(a.data[:300].float(), cast.data[:300].float())
     assert [path for path in paths if "Gluon" in path] == ["m_grouped_gemm_fp8: Gluon"] * 6
+
+
+@by_layout
+@pytest.mark.parametrize("columns", [8, 128, 136, 264])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("x_dtype", [BF16, FP16], ids=str)
+def test_casts_by_columns(
+    layout: Layout, columns: int, dtype: torch.dtype, x_dtype: torch.dtype, paths: list[str]
+) -> None:
+    """Bit for bit the reference's, up to the last expert's padded rows; NaN in rows of no expert reaches nothing."""
+    ranges, x = layout.rows(DEVICE), rows_of(layout, columns).to(x_dtype)
+    x[layout.bounds[0][0], 0] = torch.nan
+    check_casts(x, layout, ranges, dtype, power_of_two=dtype == E5M2)
+    assert paths == ["quantize_columns: Gluon", "quantize_rows_and_columns: Gluon"]
+
+
+def check_casts(x: Tensor, layout: Layout, ranges: RowRanges, dtype: torch.dtype, power_of_two: bool) -> None:
+    casts = {"dtype": dtype, "power_of_two": power_of_two}
+    columns = quantize_columns(x, ranges, **casts)  # type: ignore[arg-type]
+    by_rows, by_columns = quantize_rows_and_columns(x, ranges, **casts)  # type: ignore[arg-type]
+    with use_family("reference"):
+        expected_rows, expected = quantize_rows_and_columns(x, ranges, **casts)  # type: ignore[arg-type]
+    blocks = sum(-(-(end - start) // 128) for start, end in layout.bounds)
+    owned = [row for start, end in layout.bounds for row in range(start, end)]
+    for made in (columns, by_columns):
+        assert torch.equal(made.scales[:, :blocks], expected.scales[:, :blocks])
+        assert_equal_numbers(made.data[:, : 128 * blocks], expected.data[:, : 128 * blocks])
+    assert torch.equal(by_rows.scales[owned], expected_rows.scales[owned])
+    assert_equal_numbers(by_rows.data[owned], expected_rows.data[owned])
+
+
+def assert_equal_numbers(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_more_blocks_than_programs(paths: list[str]) -> None:
+    """Of a cast, and of what becomes of da, beside the portable kernels."""
+    layout = contiguous([700, 0, 1500, 3, 900], spare=7)
+    ranges = layout.rows(DEVICE)
+    check_casts(rows_of(layout, 1544).bfloat16(), layout, ranges, E4M3, power_of_two=False)
+    dy, w = quantize_rows(rows_of(layout, 256)), quantize_blocks(weight_of(5, 1536, 256))
+    h, probs = torch.randn(layout.num_rows, 3072, device=DEVICE, dtype=BF16), torch.rand(layout.num_rows, device=DEVICE)
+    made = fc2_dgrad_activation_fp8(dy, w, h, ranges, probs)
+    assert paths[-1] == "quantized_gradients: Gluon"
+    with use_family("portable"):
+        expected = fc2_dgrad_activation_fp8(dy, w, h, ranges, probs)
+    blocks = sum(-(-(end - start) // 128) for start, end in layout.bounds)
+    owned = [row for start, end in layout.bounds for row in range(start, end)]
+    for (data, scales), (same, same_scales), used in zip(made[:3], expected[:3], (owned, blocks, blocks), strict=True):
+        if used is owned:
+            parts = data[owned], same[owned], scales[owned], same_scales[owned]
+        else:
+            parts = data[:, : 128 * blocks], same[:, : 128 * blocks], scales[:, :blocks], same_scales[:, :blocks]
+        close = [(a.float() - b.float()).norm() <= 2e-2 * b.float().norm() for a, b in (parts[:2], parts[2:])]
+        assert all(close)  # the product's kernels differ, and some numbers are rounded the other way
+    torch.testing.assert_close(made[3], expected[3], rtol=1e-2, atol=1e-2 * float(expected[3].abs().max()))
+
+
+def test_casts_of_no_experts() -> None:
+    ranges, x = RowRanges.contiguous([], num_rows=5, device=DEVICE), torch.ones(5, 256, device=DEVICE, dtype=BF16)
+    assert quantize_columns(x, ranges).data.shape == (256, 0)
+    assert quantize_rows_and_columns(x, ranges)[1].data.shape == (256, 0)
 
 
 @pytest.mark.parametrize("columns", [8, 128, 136, 256, 264, 520])

@@ -180,7 +180,9 @@ def quantized_gradients(
     (rows, columns), experts = da.shape, starts.shape[0]
     needed = need_rows, need_columns, need_a, need_dprobs
     but = None
-    if not get_activation(activation).gated:
+    if not experts:
+        but = "there are no experts"
+    elif not get_activation(activation).gated:
         but = f"{activation} has no gate"
     elif columns % FP8_BLOCK:
         but = f"{columns} columns are no multiple of {FP8_BLOCK}"

@@ -117,6 +117,8 @@ def launch_columns(
 ) -> None:
     columns, padded = data.shape
     blocks = padded // FP8_BLOCK * cdiv(columns, FP8_BLOCK)
+    if not blocks:  # few rows, of no expert
+        return
     kernel(
         quantize_columns_kernel,
         num_warps=WARPS.value,
