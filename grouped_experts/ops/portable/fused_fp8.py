@@ -293,7 +293,7 @@ def quantized_gradients(
     dh, dh_scales, dh_columns, dh_column_scales, a, a_scales, _ = made
     kernel(
         scaled_activation_backward_quantized_kernel,
-        num_warps=16 if need_columns or need_a else 4,
+        num_warps=16 if gated else 8,
         ACT=activations.VALUES[activation],
         ACT_GRADIENT=activations.GRADIENTS[activation],
         GATED=gated,
