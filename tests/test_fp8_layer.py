@@ -231,7 +231,7 @@ def test_only_wanted_gradients_come(recipe: FP8Recipe, device: str) -> None:
             made = torch.autograd.grad(y, [leaves[name] for name in names if name in wanted], dy, retain_graph=True)
             again = torch.autograd.grad(y, [leaves[name] for name in names if name in wanted], dy)
             for name, value, repeated in zip(sorted(wanted, key=names.index), made, again, strict=True):
-                if name == "dprobs":  # another kernel may add up in another order
+                if name == "dprobs" and device != "cpu":  # another kernel may add up in another order
                     torch.testing.assert_close(value, whole[name], rtol=1e-5, atol=1e-5)
                 else:
                     assert torch.equal(value, whole[name]), (name, wanted)
@@ -343,9 +343,10 @@ def test_an_expert_s_gradient_does_not_depend_on_its_neighbours(device: str) -> 
     part = [t.detach()[44:47].clone() for t in (x, probs, dy)]
     apart = gradients_of(mlp, alone, part[0].requires_grad_(), part[1].requires_grad_(), part[2])
     for name in ("fc1", "fc2"):
-        assert difference(together[name][1], apart[name][1]) < limit(
-            device
-        )  # kernels for other numbers of rows on a GPU
+        if device == "cpu":
+            assert torch.equal(together[name][1], apart[name][1])
+        else:  # kernels for another number of rows
+            assert difference(together[name][1], apart[name][1]) < limit(device)
 
 
 def test_master_weights_of_fp32(device: str) -> None:

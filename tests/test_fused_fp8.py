@@ -155,7 +155,8 @@ def check_backward(
     assert_same_rows(alone[0], by_rows, layout)
     assert alone[1] is None
     assert alone[2] is None
-    torch.testing.assert_close(alone[3], dprobs, **sums)
+    exact = {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(alone[3], dprobs, **(sums if place.device == "cuda" else exact))
     return by_rows, by_columns, a, dprobs
 
 
@@ -375,4 +376,5 @@ def test_only_what_is_needed(inner: int, place: Place) -> None:
         elif wanted < 3:
             assert_same_columns(Quantized(*part), Quantized(*whole), layout)
         else:
-            torch.testing.assert_close(*part, *whole, rtol=1e-5, atol=1e-5 * float(whole[0].abs().max()))
+            error = 1e-5 if place.device == "cuda" else 0
+            torch.testing.assert_close(*part, *whole, rtol=error, atol=error * float(whole[0].abs().max()))

@@ -36,14 +36,18 @@ LARGE = contiguous([130, 0, 1, 128, 300], spare=3)
 by_layout = pytest.mark.parametrize("layout", [*LAYOUTS.values(), LARGE], ids=[*LAYOUTS, "large"])
 
 
-def few(*shape: int, device: str) -> Tensor:
-    """-1, -1/2, 0, 1/2 and 1: cast with one scale, their products and sums are exact in the tensor cores' bits."""
-    return torch.randint(-2, 3, shape, device=device) / 2
+def numbers(*shape: int, device: str) -> Tensor:
+    """Any on a CPU, where sums are of fp32. On a GPU -1, -1/2, 0, 1/2 and 1: cast with one scale, their products and
+    sums are exact in the 14 bits of tensor cores.
+    """
+    return (
+        randn(*shape, dtype=FP32, device=device) if device == "cpu" else torch.randint(-2, 3, shape, device=device) / 2
+    )
 
 
 def source(layout: Layout, columns: int, device: str, each_row: bool = False) -> Tensor:
-    """What is exact when cast by columns, or each_row by rows: every block has a size. NaN in rows of no expert."""
-    x = few(layout.num_rows, columns, device=device)
+    """A size for every block, of a cast by columns or, each_row, by rows. NaN in rows of no expert."""
+    x = numbers(layout.num_rows, columns, device=device)
     if each_row:
         for k in range(0, columns, 128):
             x[:, k : k + 128] *= torch.exp2(1.5 * randn(layout.num_rows, 1, dtype=FP32, device=device))
@@ -56,8 +60,8 @@ def source(layout: Layout, columns: int, device: str, each_row: bool = False) ->
 
 
 def block_weight(experts: int, columns: int, depth: int, device: str) -> Tensor:
-    """What is exact when cast by blocks."""
-    w = few(experts, columns, depth, device=device)
+    """A size for every block of a cast by blocks."""
+    w = numbers(experts, columns, depth, device=device)
     sizes = torch.exp2(randn(experts, -(-columns // 128), -(-depth // 128), dtype=FP32, device=device))
     return w * sizes.repeat_interleave(128, 1)[:, :columns].repeat_interleave(128, 2)[..., :depth]
 
@@ -91,10 +95,10 @@ def test_m_grouped(layout: Layout, dtype: torch.dtype, place: Place) -> None:
         y = m_grouped_gemm_fp8(x, w, rows, out_dtype=place.dtype)
     assert y.dtype == place.dtype
     assert not y[layout.unowned()].any()
-    numbers, weight = dequantize_rows(*x), dequantize_blocks(*w)
-    numbers[layout.unowned()] = 0
-    exact = exact_m_grouped(numbers, weight, layout.bounds)
-    assert_close(y, exact, exact_m_grouped(numbers.abs(), weight.abs(), layout.bounds))
+    x_numbers, weight = dequantize_rows(*x), dequantize_blocks(*w)
+    x_numbers[layout.unowned()] = 0
+    exact = exact_m_grouped(x_numbers, weight, layout.bounds)
+    assert_close(y, exact, exact_m_grouped(x_numbers.abs(), weight.abs(), layout.bounds))
 
 
 @in_every_place
@@ -106,9 +110,9 @@ def test_sizes(sizes: tuple[int, int], place: Place) -> None:
     w = block_weight(3, depth, columns, place.device)
     transposed = quantize_blocks(w, transpose=True, power_of_two=True)  # as dgrad has it
     y = m_grouped_gemm_fp8(x, transposed, layout.rows(place.device), out_dtype=place.dtype)
-    numbers, weight = dequantize_rows(*x), dequantize_blocks(*transposed)
-    exact = exact_m_grouped(numbers, weight, layout.bounds)
-    assert_close(y, exact, exact_m_grouped(numbers.abs(), weight.abs(), layout.bounds))
+    x_numbers, weight = dequantize_rows(*x), dequantize_blocks(*transposed)
+    exact = exact_m_grouped(x_numbers, weight, layout.bounds)
+    assert_close(y, exact, exact_m_grouped(x_numbers.abs(), weight.abs(), layout.bounds))
 
 
 @in_every_place
