@@ -84,7 +84,7 @@ def compile_launches(patch: pytest.MonkeyPatch, arch: int, cache: str, call: Cal
     patch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
     patch.setenv("TRITON_DISABLE_LINE_INFO", "1")  # the same code, a tenth sooner
     patch.setattr(JITFunction, "run", compile_only)
-    for module in (launch, products, k_grouped):
+    for module in (launch, products, products_fp8, k_grouped):
         patch.setattr(module, "capability", lambda device: arch)
     for module in (
         products,

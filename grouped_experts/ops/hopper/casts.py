@@ -14,7 +14,18 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from grouped_experts.ops.portable.fp8 import larger_or_nan, reciprocal, scale_of, to_fp8
 
 WARPS = gl.constexpr(8)  # of a program
-ROWS_OF_FOUR = gl.constexpr(gl.BlockedLayout([4, 8], [4, 8], [8, 1], [1, 0]))  # a block of 2-byte numbers
+# A block of 2-byte numbers for casts by rows, and the same for casts by columns, whose registers count rows first: four
+# rows of a column, neighbours there, become a word without being sorted.
+ROWS_OF_FOUR = gl.constexpr(gl.BlockedLayout([4, 8], [4, 8], [8, 1], [1, 0]))
+COLUMNS_OF_FOUR = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[1, 0], [2, 0], [0, 1], [0, 2], [0, 4], [0, 64]],
+        lane_bases=[[0, 8], [0, 16], [0, 32], [4, 0], [8, 0]],
+        warp_bases=[[16, 0], [32, 0], [64, 0]],
+        block_bases=[],
+        shape=[128, 128],
+    )
+)
 # In shared memory what `cast_columns` transposes there: bytes, for both formats.
 TRANSPOSED = gl.constexpr(gl.SwizzledSharedLayout(16, 8, 8, [1, 0]))
 

@@ -12,10 +12,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from grouped_experts.activations import get_activation
 from grouped_experts.ops.hopper.casts import (
+    COLUMNS_OF_FOUR,
     ROWS_OF_FOUR,
     TRANSPOSED,
     WARPS,
-    barriers,
     block_at,
     cast_columns,
     cast_rows,
@@ -23,7 +23,6 @@ from grouped_experts.ops.hopper.casts import (
 from grouped_experts.ops.hopper.compat import async_load, barrier, reinterpret
 from grouped_experts.ops.hopper.descriptors import ragged_descriptor, rows_at
 from grouped_experts.ops.hopper.dispatch import suits_casts
-from grouped_experts.ops.hopper.pipeline import advance
 from grouped_experts.ops.portable.activations import GRADIENTS, VALUES
 from grouped_experts.ops.portable.fused_fp8 import quantized_gradients as portable_gradients
 from grouped_experts.ops.portable.launch import Kernel, contiguous, kernel, num_processors
@@ -32,22 +31,24 @@ from grouped_experts.ops.portable.schedule import build_schedule
 from grouped_experts.ops.reference.fused_fp8 import empty_gradients
 from grouped_experts.rows import FP8_BLOCK, padded_rows
 
-PROGRAMS = 2  # of a processor
-STAGES = 1  # of 96 KiB
+PROGRAMS = 2  # of a processor, 96 KiB each
+BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # for the activation
 
 
 @gluon.jit
-def fetch(t, total, da_desc, h_desc, tiles_ptr, blocks_across, smem, full, stage):
-    """Block t of da, of the gate and of up, where there is one."""
-    BLOCK: gl.constexpr = da_desc.block_type.shape[2]
-    if t < total:
-        _block, m0, end, n0 = block_at(t, tiles_ptr, blocks_across, BLOCK)
-        wrap, until, row = rows_at(m0, end)
-        bar = full.index(stage)
-        mbarrier.expect(bar, da_desc.block_type.nbytes + 2 * h_desc.block_type.nbytes)
-        async_load(da_desc, [wrap, until, row, 0, n0], bar, smem.index(3 * stage))
-        async_load(h_desc, [wrap, until, row, 0, n0], bar, smem.index(3 * stage + 1))
-        async_load(h_desc, [wrap, until, row, 1, n0], bar, smem.index(3 * stage + 2))
+def fetch_gate(m0, end, n0, h_desc, smem, full):
+    wrap, until, row = rows_at(m0, end)
+    mbarrier.expect(full, h_desc.block_type.nbytes)
+    async_load(h_desc, [wrap, until, row, 0, n0], full, smem.index(1))
+
+
+@gluon.jit
+def fetch_others(m0, end, n0, da_desc, h_desc, smem, full):
+    """da, and the up projection."""
+    wrap, until, row = rows_at(m0, end)
+    mbarrier.expect(full, da_desc.block_type.nbytes + h_desc.block_type.nbytes)
+    async_load(da_desc, [wrap, until, row, 0, n0], full, smem.index(0))
+    async_load(h_desc, [wrap, until, row, 1, n0], full, smem.index(2))
 
 
 @gluon.jit
@@ -73,67 +74,86 @@ def gradients_kernel(
     ACT_GRADIENT: gl.constexpr,
     E5M2: gl.constexpr,  # dh; a is e4m3
     POWER_OF_TWO: gl.constexpr,
-    STAGES: gl.constexpr,
     ROWS: gl.constexpr,  # at a time through the activation: more than these the registers do not hold
 ):
     """Grid (programs,), persistent. I is a multiple of 128."""
     BLOCK: gl.constexpr = da_desc.block_type.shape[2]
-    smem = gl.allocate_shared_memory(h_desc.dtype, [3 * STAGES] + h_desc.block_type.shape, h_desc.layout)
-    full = barriers(STAGES)
+    smem = gl.allocate_shared_memory(h_desc.dtype, [3] + h_desc.block_type.shape, h_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=2)
     fence_async_shared()
     blocks_across = I // BLOCK
     total = gl.load(tiles_ptr) * blocks_across
     programs = gl.num_programs(0)
-    for i in gl.static_range(STAGES):
-        fetch(gl.program_id(0) + i * programs, total, da_desc, h_desc, tiles_ptr, blocks_across, smem, full, i)
-    stage = 0
+    if gl.program_id(0) < total:
+        _block, m0, end, n0 = block_at(gl.program_id(0), tiles_ptr, blocks_across, BLOCK)
+        fetch_gate(m0, end, n0, h_desc, smem, full)
+        fetch_others(m0, end, n0, da_desc, h_desc, smem, full)
     phase = 0
     for t in range(gl.program_id(0), total, programs):
         block, m0, end, n0 = block_at(t, tiles_ptr, blocks_across, BLOCK)
-        mbarrier.wait(full.index(stage), phase)
-        da_smem = smem.index(3 * stage).reshape([BLOCK, BLOCK])
-        gate_smem = smem.index(3 * stage + 1).reshape([BLOCK, BLOCK])
-        up_smem = smem.index(3 * stage + 2).reshape([BLOCK, BLOCK])
+        more = t + programs < total
+        probs = load_probs(probs_ptr, m0, end, BLOCK, ROWS)  # while the block is on its way
+        mbarrier.wait(full, phase)
+        da_smem = smem.index(0).reshape([BLOCK, BLOCK])
+        gate_smem = smem.index(1).reshape([BLOCK, BLOCK])
+        up_smem = smem.index(2).reshape([BLOCK, BLOCK])
         for i in gl.static_range(BLOCK // ROWS):
             differentiate(
                 da_smem.slice(i * ROWS, ROWS), gate_smem.slice(i * ROWS, ROWS), up_smem.slice(i * ROWS, ROWS),
-                m0 + i * ROWS, end, n0, probs_ptr, partials_ptr, num_rows, ACT, ACT_GRADIENT
+                m0 + i * ROWS, end, n0, probs[i], partials_ptr, num_rows, ACT, ACT_GRADIENT
             )  # fmt: skip
             barrier()  # or the compiler would mix them
         # Behind a, whose place is free once it is in registers, the others are transposed there.
         transposed = reinterpret(da_smem, gl.uint8, [BLOCK, BLOCK], TRANSPOSED)
         if a_ptr is not None:
-            a = da_smem.load(ROWS_OF_FOUR).to(gl.float32)
+            a = da_smem.load(COLUMNS_OF_FOUR).to(gl.float32)
             barrier()
             cast_columns(a, block, n0, a_ptr, a_scales_ptr, stride_ap, I, P, transposed, False, POWER_OF_TWO)
         for part in range(2):
-            cast_both_ways(
-                smem.index(3 * stage + 1 + part).reshape([BLOCK, BLOCK]), block, m0, end, part * I + n0, dh_ptr,
-                dh_scales_ptr, stride_dhs, dh_columns_ptr, dh_column_scales_ptr, stride_dhp, 2 * I, P, transposed,
-                E5M2, POWER_OF_TWO
+            _block, m0_next, end_next, n0_next = block_at(
+                gl.where(more, t + programs, t), tiles_ptr, blocks_across, BLOCK
             )  # fmt: skip
-        fence_async_shared()
-        barrier()
-        fetch(t + STAGES * programs, total, da_desc, h_desc, tiles_ptr, blocks_across, smem, full, stage)
-        stage, phase = advance(stage, phase, STAGES)
+            cast_both_ways(
+                smem.index(1 + part).reshape([BLOCK, BLOCK]), block, m0, end, part * I + n0, dh_ptr, dh_scales_ptr,
+                stride_dhs, dh_columns_ptr, dh_column_scales_ptr, stride_dhp, 2 * I, P, transposed, E5M2, POWER_OF_TWO
+            )  # fmt: skip
+            fence_async_shared()
+            barrier()
+            if more & (part == 0):  # it comes while the other part is cast
+                fetch_gate(m0_next, end_next, n0_next, h_desc, smem, full)
+            if more & (part == 1):
+                fetch_others(m0_next, end_next, n0_next, da_desc, h_desc, smem, full)
+        phase ^= 1
+
+
+@gluon.jit
+def load_probs(probs_ptr, m0, end, BLOCK: gl.constexpr, ROWS: gl.constexpr):
+    """Those of a block, ROWS at a time; ones if there are none."""
+    probs = ()
+    for i in gl.static_range(BLOCK // ROWS):
+        m = m0 + i * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROWS))
+        if probs_ptr is not None:
+            probs = probs + (gl.load(probs_ptr + m, mask=m < end, other=0.0).to(gl.float32),)  # type: ignore[assignment]
+        else:
+            probs = probs + (gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, BY_ROWS)),)  # type: ignore[assignment]
+    return probs
 
 
 @gluon.jit
 def differentiate(
-    da_smem, gate_smem, up_smem, m0, end, n0, probs_ptr, partials_ptr, num_rows, ACT: gl.constexpr,
+    da_smem, gate_smem, up_smem, m0, end, n0, p, partials_ptr, num_rows, ACT: gl.constexpr,
     ACT_GRADIENT: gl.constexpr
 ):  # fmt: skip
-    """a = p * act(h) to the place of da, both parts of dh to those of h, rounded as h; and the sums of da * act(h)."""
+    """a = p * act(h) to the place of da, both parts of dh to those of h, rounded as h; and the sums of da * act(h).
+
+    p: of these rows.
+    """
     ROWS: gl.constexpr = da_smem.shape[0]
     COLUMNS: gl.constexpr = da_smem.shape[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    m = m0 + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    if probs_ptr is not None:
-        p = gl.load(probs_ptr + m, mask=m < end, other=0.0).to(gl.float32)
-    else:
-        p = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
-    da = da_smem.load(LAYOUT).to(gl.float32)
-    gate, up = gate_smem.load(LAYOUT).to(gl.float32), up_smem.load(LAYOUT).to(gl.float32)
+    m = m0 + gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROWS))
+    da = da_smem.load(BY_ROWS).to(gl.float32)
+    gate, up = gate_smem.load(BY_ROWS).to(gl.float32), up_smem.load(BY_ROWS).to(gl.float32)
     s = ACT(gate, up, False)
     d_gate, d_up = ACT_GRADIENT(p[:, None] * da, gate, up, False)
     da_smem.store((p[:, None] * s).to(da_smem.dtype))
@@ -151,7 +171,7 @@ def cast_both_ways(
 ):  # fmt: skip
     """By rows, by columns, or both: what has room."""
     if columns_ptr is not None:
-        x = x_smem.load(ROWS_OF_FOUR).to(gl.float32)
+        x = x_smem.load(COLUMNS_OF_FOUR).to(gl.float32)
         cast_columns(
             x, block, k0, columns_ptr, column_scales_ptr, stride_cs, K, P, transposed, E5M2, POWER_OF_TWO
         )  # fmt: skip
@@ -226,6 +246,5 @@ def gradients(activation: str, e5m2: bool, power_of_two: bool) -> Kernel:
         ACT_GRADIENT=GRADIENTS[activation],
         E5M2=e5m2,
         POWER_OF_TWO=power_of_two,
-        STAGES=STAGES,
         ROWS=32,
     )

@@ -103,32 +103,40 @@ def multiply(
     half: gl.constexpr, steps, stage, phase, a_smem, a_scales_smem, b_smem, b_scales_smem, full, empty, never,
     STAGES: gl.constexpr
 ):  # fmt: skip
-    """The two sums of one consumer, and where the ring stands behind the tile: see `m_grouped_fp8.multiply`."""
+    """The two sums of one consumer, of the tile's first and last 64 rows, and where the ring stands behind the tile.
+
+    As `m_grouped_fp8.multiply`, but for how the tile is shared: both products of a step have the same columns, so that
+    their 32 scales are loaded once for both. A product is multiplied by its rows' scales in place, in the registers
+    that the next one is told not to add to: with others for that, there would be too few.
+    """
     HALF: gl.constexpr = a_smem.shape[1]
     BLOCK: gl.constexpr = a_smem.shape[2]
     SUM: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 32])
-    left = gl.zeros((HALF, BLOCK), gl.float32, SUM)
-    right = gl.zeros((HALF, BLOCK), gl.float32, SUM)
+    ROWS: gl.constexpr = gl.SliceLayout(1, SUM)
+    upper = gl.zeros((HALF, BLOCK), gl.float32, SUM)
+    lower = gl.zeros((HALF, BLOCK), gl.float32, SUM)
     product = gl.zeros((HALF, BLOCK), gl.float32, SUM)
     if steps > 0:
         mbarrier.wait(full.index(stage), phase)
     for i in range(steps):
-        a, b = a_smem.index(2 * stage + half), b_smem.index(stage)
-        b_scales = b_scales_smem.index(stage).reshape([2 * BLOCK])
-        product = warpgroup_mma(a, b.slice(0, BLOCK, 0).permute((1, 0)), product, use_acc=never, is_async=True)
-        a_scale = a_scales_smem.index(2 * stage + half).reshape([HALF]).load(gl.SliceLayout(1, SUM))
+        b = b_smem.index(stage).slice(half * BLOCK, BLOCK, 0).permute((1, 0))
+        product = warpgroup_mma(a_smem.index(2 * stage), b, product, use_acc=never, is_async=True)
+        b_scales = b_scales_smem.index(stage).reshape([2 * BLOCK]).slice(half * BLOCK, BLOCK, 0)
+        b_scale = b_scales.load(gl.SliceLayout(0, SUM))
+        a_scale = a_scales_smem.index(2 * stage).reshape([HALF]).load(ROWS)
         product = warpgroup_mma_wait(0, deps=[product])
-        b_scale = b_scales.slice(0, BLOCK, 0).load(gl.SliceLayout(0, SUM))
-        left = settled(left + product * a_scale[:, None] * b_scale[None, :])
-        product = warpgroup_mma(a, b.slice(BLOCK, BLOCK, 0).permute((1, 0)), product, use_acc=never, is_async=True)
+        product = product * a_scale[:, None]
+        upper = settled(upper + product * b_scale[None, :])
+        product = warpgroup_mma(a_smem.index(2 * stage + 1), b, product, use_acc=never, is_async=True)
+        a_scale = a_scales_smem.index(2 * stage + 1).reshape([HALF]).load(ROWS)
         stage, phase = advance(stage, phase, STAGES)
         if i + 1 < steps:  # while that is multiplied
             mbarrier.wait(full.index(stage), phase)
         product = warpgroup_mma_wait(0, deps=[product])
-        b_scale = b_scales.slice(BLOCK, BLOCK, 0).load(gl.SliceLayout(0, SUM))
         mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
-        right = settled(right + product * a_scale[:, None] * b_scale[None, :])
-    return left, right, stage, phase
+        product = product * a_scale[:, None]
+        lower = settled(lower + product * b_scale[None, :])
+    return upper, lower, stage, phase
 
 
 @gluon.jit
@@ -136,6 +144,7 @@ def consume(
     half: gl.constexpr, c_desc, M, N, a_smem, a_scales_smem, b_smem, b_scales_smem, c_smem, full, empty,
     places, announced, heard, ACCUMULATE: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
+    """All rows of a tile, and the left or the right half of its columns."""
     HALF: gl.constexpr = a_smem.shape[1]
     BLOCK: gl.constexpr = a_smem.shape[2]
     stage = 0
@@ -144,33 +153,34 @@ def consume(
     e, m0, n0, rows, _piece = hear(turn, places, announced, heard)
     while e >= 0:
         turn += 1
-        left, right, stage, phase = multiply(
+        upper, lower, stage, phase = multiply(
             half, rows // BLOCK, stage, phase, a_smem, a_scales_smem, b_smem, b_scales_smem, full, empty, N < 0, STAGES
         )
+        n = n0 + half * BLOCK
         if ACCUMULATE:
             if rows > 0:
                 for i in gl.static_range(2):
-                    send(half, i, halves(left)[i], c_desc, e, m0 + half * HALF, n0, c_smem, True)
+                    send(2 * half + i, halves(upper)[i], c_desc, e, m0, n + i * BLOCK // 2, c_smem, True)
                 for i in gl.static_range(2):
-                    send(half, i, halves(right)[i], c_desc, e, m0 + half * HALF, n0 + BLOCK, c_smem, True)
+                    send(2 * half + i, halves(lower)[i], c_desc, e, m0 + HALF, n + i * BLOCK // 2, c_smem, True)
         else:
-            send(half, 0, left, c_desc, e, m0 + half * HALF, n0, c_smem, False)
-            send(half, 1, right, c_desc, e, m0 + half * HALF, n0, c_smem, False)
+            send(2 * half, upper, c_desc, e, m0, n, c_smem, False)
+            send(2 * half + 1, lower, c_desc, e, m0 + HALF, n, c_smem, False)
         e, m0, n0, rows, _piece = hear(turn, places, announced, heard)
     tma.store_wait(0)
 
 
 @gluon.jit
-def send(half: gl.constexpr, i: gl.constexpr, part, c_desc, e, m0, n0, c_smem, ACCUMULATE: gl.constexpr):
-    """c[e, m0.., n0 + i widths..] = part, or += part, by way of buffer i, which the store before the last has left."""
+def send(buffer: gl.constexpr, part, c_desc, e, m, n, c_smem, ACCUMULATE: gl.constexpr):
+    """c[e, m.., n..] = part, or += part, by way of a buffer, which the store before the last has left."""
     tma.store_wait(1)
-    smem = c_smem.index(2 * half + i)
+    smem = c_smem.index(buffer)
     smem.reshape([part.shape[0], part.shape[1]]).store(part.to(c_desc.dtype))
     fence_async_shared()
     if ACCUMULATE:
-        async_add(c_desc, [e, m0, n0 + i * part.shape[1]], smem)
+        async_add(c_desc, [e, m, n], smem)
     else:
-        async_store(c_desc, [e, m0, n0 + i * part.shape[1]], smem)
+        async_store(c_desc, [e, m, n], smem)
 
 
 @gluon.jit
@@ -213,7 +223,7 @@ def k_grouped_fp8_kernel(
                 full, empty, places, announced, heard, plan_ptr, M, N, BLOCK_M, BLOCK_N, GROUP_M, STAGES)),
         ],
         [4, 1],
-        [232, 40],
+        [240, 24],
     )  # fmt: skip
 
 

@@ -68,14 +68,14 @@ def launch_m_grouped_fp8(
 
 
 @functools.cache
-def m_grouped_fp8(tile: Tile, out_dtype: torch.dtype) -> Kernel:
+def m_grouped_fp8(tile: Tile, out_dtype: torch.dtype, gaps: bool) -> Kernel:
     return kernel(
         m_grouped_fp8_kernel,
         EPILOGUE=epilogues_fp8.store_product,
         ACT=None,
         POWER_OF_TWO=False,
         BUFFERS=1 if out_dtype == torch.float32 else 2,
-        GAPS=1,
+        GAPS=int(gaps),
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         GROUP_M=tile.group_m,
@@ -111,14 +111,18 @@ def m_grouped_gemm_fp8(
     out_dtype: torch.dtype,
     tiles: Tensor | None = None,
     expected_rows: int = 0,
+    gaps: bool = True,
 ) -> Tensor:
+    """As `portable.products_fp8.m_grouped_gemm_fp8`."""
     (rows, _), (experts, columns) = x.shape, w.shape[:2]
     if not is_fast("m_grouped_gemm_fp8", rows, experts, columns, x, w, expected_rows=expected_rows):
-        return portable.m_grouped_gemm_fp8(x, x_scales, w, w_scales, starts, ends, out_dtype, tiles, expected_rows)
+        return portable.m_grouped_gemm_fp8(
+            x, x_scales, w, w_scales, starts, ends, out_dtype, tiles, expected_rows, gaps
+        )  # fmt: skip
     y = x.new_empty(rows, columns, dtype=out_dtype)
     tile = choose_tile("fp8 product", columns)
     tiles = schedule_of(tiles, starts, ends, rows, expected_rows)
-    launch_m_grouped_fp8(x, x_scales, w, w_scales, tiles, tile, columns, m_grouped_fp8(tile, out_dtype), y=y)
+    launch_m_grouped_fp8(x, x_scales, w, w_scales, tiles, tile, columns, m_grouped_fp8(tile, out_dtype, gaps), y=y)
     return y
 
 
@@ -148,7 +152,7 @@ def fc1_activation_fp8(
         but = "h is in float32"
     tiles = schedule_of(tiles, starts, ends, rows, expected_rows)
     if not is_fast("fc1_activation_fp8", rows, experts, columns, x, w, expected_rows=expected_rows, but=but):
-        h = m_grouped_gemm_fp8(x, x_scales, w, w_scales, starts, ends, h_dtype, tiles, expected_rows)
+        h = m_grouped_gemm_fp8(x, x_scales, w, w_scales, starts, ends, h_dtype, tiles, expected_rows, False)
         block = row_block(rows, experts, expected_rows)
         return h, *scaled_activation_quantized(h, probs, tiles, block, experts, activation, power_of_two)
     h = x.new_empty(rows, width, dtype=h_dtype)
@@ -192,7 +196,7 @@ def fc2_dgrad_activation_fp8(
     expected_rows: int = 0,
 ) -> tuple[Tensor, ...]:
     tiles = schedule_of(tiles, starts, ends, dy.shape[0], expected_rows)
-    da = m_grouped_gemm_fp8(dy, dy_scales, w, w_scales, starts, ends, dtype_of_da(h), tiles, expected_rows)
+    da = m_grouped_gemm_fp8(dy, dy_scales, w, w_scales, starts, ends, dtype_of_da(h), tiles, expected_rows, False)
     block = row_block(dy.shape[0], starts.shape[0], expected_rows)
     return quantized_gradients(
         da, h, starts, ends, probs, activation, dtype, power_of_two, need_rows, need_columns, need_a, need_dprobs,

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from grouped_experts.ops import portable
 from grouped_experts.ops.hopper.casts import (
+    COLUMNS_OF_FOUR,
     ROWS_OF_FOUR,
     TRANSPOSED,
     WARPS,
@@ -78,7 +79,7 @@ def quantize_columns_kernel(
         if row_data_ptr is not None:
             x = here.load(ROWS_OF_FOUR).to(gl.float32)
             cast_rows(x, m0, end, k0, row_data_ptr, row_scales_ptr, stride_rs, K, E5M2, POWER_OF_TWO)
-        x = here.load(ROWS_OF_FOUR).to(gl.float32)  # once more: registers for two programs
+        x = here.load(COLUMNS_OF_FOUR).to(gl.float32)  # once more: registers for two programs
         barrier()
         fetch(t + STAGES * programs, total, x_desc, tiles_ptr, blocks_across, smem, full, stage)
         cast_columns(x, block, k0, data_ptr, scales_ptr, stride_sp, K, P, transposed, E5M2, POWER_OF_TWO)

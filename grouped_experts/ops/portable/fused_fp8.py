@@ -195,7 +195,7 @@ def fc1_activation_fp8(
     rows, experts = x.shape[0], starts.shape[0]
     tiles = schedule_of(tiles, starts, ends, rows, expected_rows)
     h = m_grouped_gemm_fp8(
-        x, x_scales, fc1_weight, fc1_weight_scales, starts, ends, h_dtype, tiles, expected_rows
+        x, x_scales, fc1_weight, fc1_weight_scales, starts, ends, h_dtype, tiles, expected_rows, gaps=False
     )  # fmt: skip
     tile = row_block(rows, experts, expected_rows)
     return h, *scaled_activation_quantized(h, probs, tiles, tile, experts, activation, power_of_two)
@@ -254,7 +254,7 @@ def fc2_dgrad_activation_fp8(
 ) -> tuple[Tensor, ...]:
     tiles = schedule_of(tiles, starts, ends, dy.shape[0], expected_rows)
     da = m_grouped_gemm_fp8(
-        dy, dy_scales, fc2_weight, fc2_weight_scales, starts, ends, dtype_of_da(h), tiles, expected_rows
+        dy, dy_scales, fc2_weight, fc2_weight_scales, starts, ends, dtype_of_da(h), tiles, expected_rows, gaps=False
     )  # fmt: skip
     tile = row_block(dy.shape[0], starts.shape[0], expected_rows)
     return quantized_gradients(

@@ -12,20 +12,28 @@ import triton.language as tl
 from torch import Tensor
 
 from grouped_experts.ops.portable.fp8 import fp8_or_bits, from_fp8, is_native
-from grouped_experts.ops.portable.launch import cdiv, kernel, next_power_of_2, num_processors
-from grouped_experts.ops.portable.m_grouped import tile_position
+from grouped_experts.ops.portable.launch import (
+    capability,
+    cdiv,
+    descriptor,
+    kernel,
+    next_power_of_2,
+    num_processors,
+    suits_tma,
+)
+from grouped_experts.ops.portable.m_grouped import load_weight, tile_position
 from grouped_experts.ops.portable.schedule import schedule_of
-from grouped_experts.ops.portable.tiles import row_block
+from grouped_experts.ops.portable.tiles import choose_tile, row_block
 from grouped_experts.rows import FP8_BLOCK
 
-NARROW = 64  # columns of a tile of 128 rows: its sum and its product are as much as the registers hold
+NARROW = 64  # columns of a k-grouped tile, of 128 rows: its sum and its product are as much as the registers hold
 
 
 @triton.jit
 def m_grouped_fp8_kernel(
     x_ptr,  # (T, K)
     x_scales_ptr,  # (T, K / 128)
-    w_ptr,  # (E, N, K)
+    w,  # (E, N, K), descriptor or pointer
     w_scales_ptr,  # (E, N / 128, K / 128)
     tiles_ptr,  # (1 + tiles, 4) int32
     y_ptr,  # (T, N)
@@ -44,13 +52,16 @@ def m_grouped_fp8_kernel(
     X_E5M2: tl.constexpr,
     W_E5M2: tl.constexpr,
     NATIVE: tl.constexpr,
+    TMA_W: tl.constexpr,
+    UNROLL: tl.constexpr,  # blocks of the contraction that are loaded together
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # at most a scale's
     BLOCK_K: tl.constexpr,  # a scale's
     GROUP_M: tl.constexpr,
+    GAPS: tl.constexpr,  # rows of no expert become zero
 ):
-    """Grid (programs,), persistent. Rows of no expert are tiles as well, of zeros."""
-    num_m = tl.load(tiles_ptr + 1)
+    """Grid (programs,), persistent."""
+    num_m = tl.load(tiles_ptr)
     num_n = tl.cdiv(N, BLOCK_N)
     for t in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
         i_m, i_n = tile_position(t, num_m, num_n, GROUP_M)
@@ -58,25 +69,48 @@ def m_grouped_fp8_kernel(
         expert = tl.load(tile)
         m = tl.load(tile + 1) + tl.arange(0, BLOCK_M)
         known = m < tl.load(tile + 2)
-        n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        n0 = i_n * BLOCK_N
+        n = n0 + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
-        e = tl.maximum(expert, 0).to(tl.int64)
         x_at = x_ptr + m.to(tl.int64)[:, None] * stride_xm + k.to(tl.int64)[None, :] * stride_xk
-        w_at = w_ptr + e * stride_we + n.to(tl.int64)[None, :] * stride_wn + k.to(tl.int64)[:, None] * stride_wk
         x_scale_at = x_scales_ptr + m.to(tl.int64) * stride_xs
-        w_scale_at = w_scales_ptr + e * stride_wse + (i_n * BLOCK_N // BLOCK_K).to(tl.int64) * stride_wsn
+        w_scale_at = w_scales_ptr + expert.to(tl.int64) * stride_wse + (n0 // BLOCK_K).to(tl.int64) * stride_wsn
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for i in range(0, tl.where(expert < 0, 0, tl.cdiv(K, BLOCK_K))):
+        x_scale_next = tl.load(x_scale_at, mask=known & (K > 0), other=0.0)
+        w_scale_next = tl.load(w_scale_at, mask=K > 0, other=0.0)
+        for i in tl.range(0, tl.cdiv(K, BLOCK_K), loop_unroll_factor=UNROLL):
             inside = i * BLOCK_K + k < K
             step = tl.cast(i, tl.int64)
             x = tl.load(x_at + step * BLOCK_K * stride_xk, mask=known[:, None] & inside[None, :], other=0.0)
-            w = tl.load(w_at + step * BLOCK_K * stride_wk, mask=inside[:, None] & (n < N)[None, :], other=0.0)
-            x_scale = tl.load(x_scale_at + step * stride_xsk, mask=known, other=0.0)
-            w_scale = tl.load(w_scale_at + step * stride_wsk)
-            product = tl.dot(from_fp8(x, X_E5M2, NATIVE), from_fp8(w, W_E5M2, NATIVE))
+            weight = load_weight(
+                w, expert, n0, N, i * BLOCK_K, K, stride_we, stride_wn, stride_wk, TMA_W, True, BLOCK_N, BLOCK_K
+            )  # fmt: skip
+            # Those of the next block are on their way while this one is multiplied: Triton does not see to that.
+            x_scale, w_scale = x_scale_next, w_scale_next
+            following = tl.minimum(step + 1, (K - 1) // BLOCK_K)
+            x_scale_next = tl.load(x_scale_at + following * stride_xsk, mask=known, other=0.0)
+            w_scale_next = tl.load(w_scale_at + following * stride_wsk)
+            product = tl.dot(from_fp8(x, X_E5M2, NATIVE), from_fp8(weight, W_E5M2, NATIVE))
             acc += product * x_scale[:, None] * w_scale  # one by one: their product could be too small for fp32
         y = acc.to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + m.to(tl.int64)[:, None] * N + n[None, :], y, mask=known[:, None] & (n < N)[None, :])
+    if GAPS:
+        clear_gaps(y_ptr, tiles_ptr, N, BLOCK_M, WIDTH=8192 // BLOCK_M)
+
+
+@triton.jit
+def clear_gaps(y_ptr, tiles_ptr, N, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
+    """y (T, N) = 0 in rows of no expert, by all programs, WIDTH columns of a tile of the schedule at a time."""
+    num_owned = tl.load(tiles_ptr)
+    num_gaps = tl.load(tiles_ptr + 1) - num_owned
+    num_n = tl.cdiv(N, WIDTH)
+    for t in tl.range(tl.program_id(0), num_gaps * num_n, tl.num_programs(0)):
+        tile = tiles_ptr + 4 * (1 + num_owned + t // num_n)
+        m = tl.load(tile + 1) + tl.arange(0, BLOCK_M)
+        n = t % num_n * WIDTH + tl.arange(0, WIDTH)
+        inside = (m < tl.load(tile + 2))[:, None] & (n < N)[None, :]
+        zeros = tl.zeros((BLOCK_M, WIDTH), y_ptr.dtype.element_ty)
+        tl.store(y_ptr + m.to(tl.int64)[:, None] * N + n[None, :], zeros, mask=inside)
 
 
 @triton.jit
@@ -161,31 +195,39 @@ def m_grouped_gemm_fp8(
     out_dtype: torch.dtype,
     tiles: Tensor | None = None,
     expected_rows: int = 0,
+    gaps: bool = True,
 ) -> Tensor:
+    """gaps: whether rows of no expert become zero; else they are undefined."""
     (num_rows, depth), (experts, columns) = x.shape, w.shape[:2]
     y = x.new_empty(num_rows, columns, dtype=out_dtype)
     tiles = schedule_of(tiles, starts, ends, num_rows, expected_rows)
-    block_m = row_block(num_rows, experts, expected_rows)
-    block_n = NARROW if block_m == 128 else FP8_BLOCK
-    programs = min(2 * num_processors(x.device), (tiles.shape[0] - 1) * cdiv(columns, block_n))
+    tile = choose_tile("product", x.dtype, capability(x.device), row_block(num_rows, experts, expected_rows))
+    programs = min(
+        tile.per_processor * num_processors(x.device), (tiles.shape[0] - 1) * cdiv(columns, tile.block_n)
+    )  # fmt: skip
+    tma_w = is_native(w) and suits_tma(w)
     if not y.numel() or not programs:
         return y
     kernel(
         m_grouped_fp8_kernel,
-        num_warps=8 if block_m >= 32 else 4,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         X_E5M2=x.dtype == torch.float8_e5m2,
         W_E5M2=w.dtype == torch.float8_e5m2,
         NATIVE=is_native(x),
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
+        TMA_W=tma_w,
+        UNROLL=tile.block_k // FP8_BLOCK,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
         BLOCK_K=FP8_BLOCK,
-        GROUP_M=4,
+        GROUP_M=tile.group_m,
+        GAPS=gaps,
     ).launch(
         (programs,),
         x.device,
         fp8_or_bits(x),
         x_scales,
-        fp8_or_bits(w),
+        descriptor(w, [1, tile.block_n, FP8_BLOCK]) if tma_w else fp8_or_bits(w),
         w_scales,
         tiles,
         y,

@@ -101,6 +101,24 @@ FLOAT32 = {
     for kind in ("product", "fc1", "dgrad")
 } | {"wgrad": {block: Tile(64, 64, 16, 8, 2) for block in ROW_BLOCKS}}
 
+# In FP8, whose 128 rows are for GPUs without the Gluon kernels: its sum and its product are as much as registers hold.
+FP8_HOPPER = {
+    "product": {
+        16: Tile(16, 128, 256, 4, 3, per_processor=2),
+        32: Tile(32, 128, 256, 4, 3, per_processor=2),
+        64: Tile(64, 128, 128, 8, 4, per_processor=2),
+        128: Tile(128, 64, 128, 8, 3, per_processor=2),
+    }
+}
+FP8_ADA = {
+    "product": {
+        16: Tile(16, 128, 128, 4, 3, per_processor=2),
+        32: Tile(32, 128, 128, 8, 3, per_processor=2),
+        64: Tile(64, 128, 128, 8, 3, per_processor=2),
+        128: Tile(128, 64, 128, 8, 3, per_processor=2),
+    }
+}
+
 
 def contraction(depth: int) -> str:
     """The bucket of a contraction over `depth` columns, or for wgrad over as many rows an expert."""
@@ -110,7 +128,8 @@ def contraction(depth: int) -> str:
 def table(dtype: torch.dtype, capability: int) -> dict[str, dict[int, Tile]]:
     if dtype == torch.float32:
         return FLOAT32
-    return HOPPER if capability in (90, 100, 103) else AMPERE
+    of_fp8, of_others = (FP8_HOPPER, HOPPER) if capability in (90, 100, 103) else (FP8_ADA, AMPERE)
+    return of_fp8 if dtype.itemsize == 1 else of_others
 
 
 @functools.cache
