@@ -1,7 +1,7 @@
 """Products, casts and the layer in FP8, each against a peer in the same run. Writes benchmarks/results/h200_fp8.json.
 
-python -m benchmarks.gpu_fp8 [--rounds 20] [--name h200_fp8.json] [--shapes A B C] [--parts products casts layer decode
-accuracy]
+python -m benchmarks.gpu_fp8 [--rounds 20] [--name h200_fp8.json] [--shapes A B C] [--parts products aligned casts layer
+decode accuracy]
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from collections.abc import Iterator
 
 import torch
 
+from benchmarks.fp8_aligned import PEER as DEEPGEMM
+from benchmarks.fp8_aligned import aligned
 from benchmarks.fp8_layers import CAST_BEFORE, SMALL, TOKENS, accuracy, decode, layers
 from benchmarks.fp8_products import DENSE, DENSE_FAST, casts, products
 from benchmarks.gpu import SHAPES
 from benchmarks.records import Record, write
 
-PARTS = ("products", "casts", "layer", "decode", "accuracy")
-BY_SHAPE = {"products": products, "casts": casts, "layer": layers}
+PARTS = ("products", "aligned", "casts", "layer", "decode", "accuracy")
+BY_SHAPE = {"products": products, "aligned": aligned, "casts": casts, "layer": layers}
 
 
 def asked(r: Record, name: str) -> float | None:
     """What a ratio is to be at least, at the shape of that name; None where nothing is asked."""
-    if r.op == "m_grouped_fp8" and r.peer in (DENSE, DENSE_FAST):
+    if r.op == "m_grouped_fp8" and r.peer in (DENSE, DENSE_FAST, DEEPGEMM):
         return 0.9
     if r.op == "k_grouped_fp8":
         return 1.35 if name == "A" else 1.25

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from benchmarks import (
     cpu,
+    fp8_aligned,
     fp8_layers,
     fp8_products,
     gpu,
@@ -98,7 +99,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> str:
     if not torch.cuda.is_available():
         for module in (gpu_inputs, gpu_layers, gpu_moves, fp8_products, fp8_layers):
             monkeypatch.setattr(module, "DEVICE", "cpu")
-        for module in (gpu_routed, gpu_decode, fp8_products, fp8_layers):
+        for module in (gpu_routed, gpu_decode, fp8_products, fp8_aligned, fp8_layers):
             monkeypatch.setattr(module, "event_ms_of", lambda runs, rounds, **_: interleaved_ms_of(runs, rounds, 0))
         for module in (gpu_routed, gpu_decode):
             monkeypatch.setattr(module, "waits_for_gpu", lambda run: False)
@@ -302,6 +303,8 @@ def test_fp8_is_checked_timed_and_held_against_what_is_asked(
     monkeypatch.setattr(gpu_fp8, "SHAPES", {"A": FP8_SHAPE, "B": {}, "C": {}})
     monkeypatch.setattr(gpu_fp8, "SMALL", (FP8_SHAPE,))
     monkeypatch.setattr(gpu_fp8, "TOKENS", (1, 5))
+    monkeypatch.setattr(fp8_aligned, "CUBE", 128)
+    monkeypatch.setattr(fp8_aligned, "DEEPGEMM", {(3, 128, 144): 1e3, (3, 144, 64): 500})
     sizes = {"E": 3, "H": 144, "I": 64, "C": 8}
     monkeypatch.setattr(gpu_fp8, "decode", partial(fp8_layers.decode, sizes=sizes))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some")
@@ -315,6 +318,7 @@ def test_fp8_is_checked_timed_and_held_against_what_is_asked(
     assert kinds == {
         ("m_grouped_fp8", None): 2 * peers,
         ("m_grouped_fp8", "dgrad"): 2 * peers,
+        ("m_grouped_fp8", "aligned"): 2,
         ("k_grouped_fp8", None): 2,
         **{("quantize", variant): 1 for variant in casts},
         **{("fp8_layer", variant): 1 for variant in layers},
@@ -329,7 +333,7 @@ def test_fp8_is_checked_timed_and_held_against_what_is_asked(
         assert of_bf16 < 1e-2 < of_fp8 < 0.1
         assert of_fp8 == pytest.approx(emulated, rel=0.1)
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert len(rows) == 1 + 2 * 2 * 2 + 2 + len(casts) + 1 + 2 * 4
+    assert len(rows) == 1 + 2 * 2 * 2 + 2 + 2 + len(casts) + 1 + 2 * 4
 
 
 def test_what_is_asked_of_fp8() -> None:
@@ -337,7 +341,10 @@ def test_what_is_asked_of_fp8() -> None:
         return record(op, shape, "", "", "", peer, [Round(1, 1)], variant=variant)
 
     for name, products, layer in (("A", 1.35, 1.35), ("B", 1.25, 1.2), ("C", 1.25, 1.2)):
-        for peer, wanted in ((fp8_products.DENSE, 0.9), (fp8_products.DENSE_FAST, 0.9), (fp8_products.IN_BF16, None)):
+        for peer, wanted in (
+            *[(peer, 0.9) for peer in (fp8_products.DENSE, fp8_products.DENSE_FAST, fp8_aligned.PEER)],
+            (fp8_products.IN_BF16, None),
+        ):
             assert gpu_fp8.asked(made("m_grouped_fp8", peer), name) == wanted
         assert gpu_fp8.asked(made("k_grouped_fp8"), name) == products
         assert gpu_fp8.asked(made("fp8_layer", variant=fp8_layers.CAST_BEFORE), name) == layer
