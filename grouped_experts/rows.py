@@ -183,6 +183,7 @@ def schedule_size(num_rows: int, num_experts: int) -> int:
 
 
 FP8_BLOCK = 128  # numbers of one scale
+FP4_BLOCK = 32  # of one scale of FP4
 
 
 def padded_rows(num_rows: int, num_experts: int) -> int:

@@ -29,7 +29,8 @@ from grouped_experts.ops.hopper import k_grouped_fp8 as hopper_k_grouped_fp8
 from grouped_experts.ops.hopper import products as hopper_products
 from grouped_experts.ops.hopper import products_fp8 as hopper_products_fp8
 from grouped_experts.ops.hopper import quantize as hopper_quantize
-from grouped_experts.ops.portable import fp8, k_grouped, launch, products, products_fp8, quantize, schedule
+from grouped_experts.ops.portable import fp4, fp8, k_grouped, launch, products, products_fp8, quantize, schedule
+from grouped_experts.ops.reference.fp4 import quantize_fp4
 from grouped_experts.ops.reference.quantize import empty_columns
 
 
@@ -89,6 +90,7 @@ def compile_launches(patch: pytest.MonkeyPatch, arch: int, cache: str, call: Cal
     for module in (
         products,
         products_fp8,
+        fp4,
         k_grouped,
         hopper_products,
         hopper_products_fp8,
@@ -99,7 +101,7 @@ def compile_launches(patch: pytest.MonkeyPatch, arch: int, cache: str, call: Cal
         hopper_fc2_dgrad,
     ):
         patch.setattr(module, "num_processors", lambda device: 132)
-    for module in (fp8, quantize, products_fp8):
+    for module in (fp8, fp4, quantize, products_fp8):
         patch.setattr(module, "is_native", lambda data: True)
     call()
     return list(made.values())
@@ -237,7 +239,7 @@ def launch_hopper(dtype: torch.dtype) -> None:
 
 
 def launch_fp8(dtype: torch.dtype) -> None:
-    """Casts from `dtype` and products of FP8, for every tile of rows; E = 8 experts, depth 256."""
+    """Casts from `dtype` and products of FP8, with FP4 too, for every tile of rows; E = 8 experts, depth 256."""
     experts, columns, depth = 8, 136, 256
     ends, w = torch.empty(experts, dtype=torch.int32), torch.empty(experts, columns, depth, dtype=dtype)
     for fp8_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -253,10 +255,12 @@ def launch_fp8(dtype: torch.dtype) -> None:
             portable.quantize_columns(sent[0], ends, ends, fp8_dtype, power_of_two, sent[1])
             portable.quantize_rows_and_columns(x, ends, ends, fp8_dtype, power_of_two)
         weight = reference.quantize_blocks(w.float(), torch.float8_e4m3fn, False, False)
+        weight_fp4 = quantize_fp4(w)
         for rows in (8, 24, 60, 200):
             x = torch.empty(experts * rows, depth)
             quantized = reference.quantize_rows(x, fp8_dtype, False)
             portable.m_grouped_gemm_fp8(*quantized, *weight, ends, ends, dtype)
+            portable.m_grouped_gemm_fp8_fp4(*quantized, *weight_fp4, ends, ends, dtype)
             every = rows == 200 and fp8_dtype == torch.float8_e4m3fn
             for activation in ACTIVATIONS if every else ["swiglu"]:
                 launch_fused_fp8(activation, rows, dtype, fp8_dtype)

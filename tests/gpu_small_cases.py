@@ -32,6 +32,7 @@ from grouped_experts import GroupedMLP, RowRanges, routed_experts
 from grouped_experts.activations import ACTIVATIONS
 from grouped_experts.ops import (
     Quantized,
+    dequantize_fp4,
     fc1_activation,
     fc1_activation_fp8,
     fc2_dgrad_activation,
@@ -43,9 +44,11 @@ from grouped_experts.ops import (
     k_grouped_sum,
     m_grouped_gemm,
     m_grouped_gemm_fp8,
+    m_grouped_gemm_fp8_fp4,
     permute,
     quantize_blocks,
     quantize_columns,
+    quantize_fp4,
     quantize_rows,
     quantize_rows_and_columns,
     scaled_activation,
@@ -303,6 +306,21 @@ def fused_in_fp8(x: Quantized, layout: Layout, activation: str, inner: int, devi
     close("dprobs of fc2_dgrad_activation_fp8", dprobs, dp.cpu().double(), FP32)
 
 
+def in_fp4(layout: Layout, columns: int, depth: int, device: str) -> None:
+    """FP4 weights, bit for bit as they are cast on the CPU, and their product; NaN in rows of no expert."""
+    x = randn(layout.num_rows, depth, dtype=BF16, device="cpu")
+    x[layout.unowned()] = torch.nan
+    w = randn(layout.num_experts, columns, depth, dtype=BF16, device="cpu")
+    quantized, weight = quantize_fp4(w.to(device)), dequantize_fp4(quantize_fp4(w))
+    assert torch.equal(dequantize_fp4(quantized).cpu(), weight)
+    for fp8_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        y = m_grouped_gemm_fp8_fp4(quantize_rows(x.to(device), dtype=fp8_dtype), quantized, layout.rows(device))
+        numbers = dequantize_rows(*quantize_rows(x, dtype=fp8_dtype))
+        numbers[layout.unowned()] = 0
+        close("m_grouped_fp8_fp4", y, exact_m_grouped(numbers, weight, layout.bounds), BF16)
+        assert not y[layout.unowned()].any()
+
+
 def main(device: str = "cuda") -> None:
     torch.manual_seed(0)
     # Sizes that TMA does not suit, tiles of 16 rows.
@@ -332,6 +350,10 @@ def main(device: str = "cuda") -> None:
     in_fp8(padded([3, 0, 150, 9], 8, spare=5), 36, 20, device)
     in_fp8(contiguous([130, 0, 1], spare=3), 150, 270, device)
     in_fp8(contiguous([130, 0, 1, 300], spare=3), 136, 272, device)  # Gluon's on a Hopper GPU
+    in_fp4(contiguous([5, 0, 18, 1], spare=3), 33, 96, device)  # one case for every tile
+    in_fp4(contiguous([30, 0, 60], spare=3), 129, 32, device)
+    in_fp4(padded([3, 0, 150, 9], 8, spare=5), 36, 160, device)
+    in_fp4(contiguous([130, 0, 1, 300], spare=3), 150, 288, device)
     if device == "cuda":
         torch.cuda.synchronize()
     print("ok")

@@ -2,6 +2,7 @@
 
 from grouped_experts.ops import gradients as _gradients  # noqa: F401  registers them
 from grouped_experts.ops.activation import scaled_activation, scaled_activation_backward
+from grouped_experts.ops.fp4 import QuantizedFP4, dequantize_fp4, m_grouped_gemm_fp8_fp4, quantize_fp4
 from grouped_experts.ops.fused import fc1_activation, fc2_dgrad_activation
 from grouped_experts.ops.fused_fp8 import fc1_activation_fp8, fc2_dgrad_activation_fp8
 from grouped_experts.ops.k_grouped import k_grouped_gemm, k_grouped_gemm_accumulate, k_grouped_sum
@@ -24,7 +25,9 @@ from grouped_experts.ops.ue8m0 import pack_ue8m0, unpack_ue8m0
 __all__ = [
     "Permuted",
     "Quantized",
+    "QuantizedFP4",
     "Routing",
+    "dequantize_fp4",
     "fc1_activation",
     "fc1_activation_fp8",
     "fc2_dgrad_activation",
@@ -36,10 +39,12 @@ __all__ = [
     "k_grouped_sum",
     "m_grouped_gemm",
     "m_grouped_gemm_fp8",
+    "m_grouped_gemm_fp8_fp4",
     "pack_ue8m0",
     "permute",
     "quantize_blocks",
     "quantize_columns",
+    "quantize_fp4",
     "quantize_rows",
     "quantize_rows_and_columns",
     "route",

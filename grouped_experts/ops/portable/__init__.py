@@ -5,6 +5,7 @@ The functions below have the signatures of the ops, as those of `grouped_experts
 
 from grouped_experts.ops.portable.elementwise import scaled_activation, scaled_activation_backward
 from grouped_experts.ops.portable.few_tokens import few_tokens
+from grouped_experts.ops.portable.fp4 import m_grouped_gemm_fp8_fp4
 from grouped_experts.ops.portable.fused_fp8 import fc1_activation_fp8, fc2_dgrad_activation_fp8
 from grouped_experts.ops.portable.k_grouped import k_grouped_gemm, k_grouped_gemm_accumulate, k_grouped_sum
 from grouped_experts.ops.portable.permute import gather_rows, permute, unpermute, unpermute_with_values
@@ -37,6 +38,7 @@ __all__ = [
     "k_grouped_sum",
     "m_grouped_gemm",
     "m_grouped_gemm_fp8",
+    "m_grouped_gemm_fp8_fp4",
     "permute",
     "quantize_blocks",
     "quantize_columns",

@@ -7,6 +7,7 @@ index[r] of the tensor that is given: there are R rows then, and as many tokens 
 
 from grouped_experts.ops.reference.activation import scaled_activation, scaled_activation_backward
 from grouped_experts.ops.reference.few_tokens import few_tokens
+from grouped_experts.ops.reference.fp4 import m_grouped_gemm_fp8_fp4
 from grouped_experts.ops.reference.fused import fc1_activation, fc2_dgrad_activation
 from grouped_experts.ops.reference.fused_fp8 import fc1_activation_fp8, fc2_dgrad_activation_fp8
 from grouped_experts.ops.reference.permute import permute, route, unpermute, unpermute_with_values
@@ -45,6 +46,7 @@ __all__ = [
     "k_grouped_sum",
     "m_grouped_gemm",
     "m_grouped_gemm_fp8",
+    "m_grouped_gemm_fp8_fp4",
     "permute",
     "quantize_blocks",
     "quantize_columns",
