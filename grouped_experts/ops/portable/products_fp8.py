@@ -38,7 +38,7 @@ def m_grouped_fp8_kernel(
     tiles_ptr,  # (1 + tiles, 4) int32
     y_ptr,  # (T, N)
     N,
-    K,
+    K,  # at least 1
     stride_xm,
     stride_xk,
     stride_xs,
@@ -76,8 +76,8 @@ def m_grouped_fp8_kernel(
         x_scale_at = x_scales_ptr + m.to(tl.int64) * stride_xs
         w_scale_at = w_scales_ptr + expert.to(tl.int64) * stride_wse + (n0 // BLOCK_K).to(tl.int64) * stride_wsn
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        x_scale_next = tl.load(x_scale_at, mask=known & (K > 0), other=0.0)
-        w_scale_next = tl.load(w_scale_at, mask=K > 0, other=0.0)
+        x_scale_next = tl.load(x_scale_at, mask=known, other=0.0)
+        w_scale_next = tl.load(w_scale_at)
         for i in tl.range(0, tl.cdiv(K, BLOCK_K), loop_unroll_factor=UNROLL):
             inside = i * BLOCK_K + k < K
             step = tl.cast(i, tl.int64)
@@ -200,6 +200,8 @@ def m_grouped_gemm_fp8(
     """gaps: whether rows of no expert become zero; else they are undefined."""
     (num_rows, depth), (experts, columns) = x.shape, w.shape[:2]
     y = x.new_empty(num_rows, columns, dtype=out_dtype)
+    if not depth:
+        return y.zero_()
     tiles = schedule_of(tiles, starts, ends, num_rows, expected_rows)
     tile = choose_tile("product", x.dtype, capability(x.device), row_block(num_rows, experts, expected_rows))
     programs = min(

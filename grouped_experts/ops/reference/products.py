@@ -99,7 +99,7 @@ def k_grouped_gemm(
     exact = a.dtype == out_dtype
     if exact and ranges.even is not None:
         return torch.bmm(ranges.batch(a).transpose(1, 2), ranges.batch(b))
-    if exact and ranges.offs is not None and suits_grouped_mm(b.shape[1], a, b):
+    if exact and len(ranges) and ranges.offs is not None and suits_grouped_mm(b.shape[1], a, b):
         return F.grouped_mm(a.t(), b, offs=ranges.offs.to(a.device))
     c = a.new_empty(len(ranges), a.shape[1], b.shape[1], dtype=out_dtype)
     dtype = torch.promote_types(a.dtype, out_dtype)
