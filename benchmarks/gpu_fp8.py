@@ -1,7 +1,7 @@
 """Products, casts and the layer in FP8, each against a peer in the same run. Writes benchmarks/results/h200_fp8.json.
 
 python -m benchmarks.gpu_fp8 [--rounds 20] [--name h200_fp8.json] [--shapes A B C] [--parts products aligned casts layer
-decode accuracy]
+decode fp4 accuracy]
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
+from benchmarks.fp4_products import fp4_products
 from benchmarks.fp8_aligned import PEER as DEEPGEMM
 from benchmarks.fp8_aligned import aligned
 from benchmarks.fp8_layers import CAST_BEFORE, SMALL, TOKENS, accuracy, decode, layers
@@ -18,7 +19,7 @@ from benchmarks.fp8_products import DENSE, DENSE_FAST, casts, products
 from benchmarks.gpu import SHAPES
 from benchmarks.records import Record, write
 
-PARTS = ("products", "aligned", "casts", "layer", "decode", "accuracy")
+PARTS = ("products", "aligned", "casts", "layer", "decode", "fp4", "accuracy")
 BY_SHAPE = {"products": products, "aligned": aligned, "casts": casts, "layer": layers}
 
 
@@ -77,6 +78,9 @@ def main() -> None:
         for tokens in TOKENS:
             named += [(f"{tokens} tokens an expert", r) for r in decode(tokens, given.rounds)]
             save()
+    if "fp4" in given.parts:
+        named += [("decoding", r) for r in fp4_products(given.rounds)]
+        save()
     print(*table(named), sep="\n")
     print(f"wrote benchmarks/results/{given.name}")
 

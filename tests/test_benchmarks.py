@@ -21,6 +21,7 @@ from torch import Tensor
 
 from benchmarks import (
     cpu,
+    fp4_products,
     fp8_aligned,
     fp8_layers,
     fp8_products,
@@ -97,9 +98,9 @@ def test_cases_of_a_comparison_share_its_rounds(monkeypatch: pytest.MonkeyPatch)
 def here(monkeypatch: pytest.MonkeyPatch) -> str:
     """The benchmarks of a GPU, on whatever there is: without one, on the CPU and on the host's clock."""
     if not torch.cuda.is_available():
-        for module in (gpu_inputs, gpu_layers, gpu_moves, fp8_products, fp8_layers):
+        for module in (gpu_inputs, gpu_layers, gpu_moves, fp4_products, fp8_products, fp8_layers):
             monkeypatch.setattr(module, "DEVICE", "cpu")
-        for module in (gpu_routed, gpu_decode, fp8_products, fp8_aligned, fp8_layers):
+        for module in (gpu_routed, gpu_decode, fp4_products, fp8_products, fp8_aligned, fp8_layers):
             monkeypatch.setattr(module, "event_ms_of", lambda runs, rounds, **_: interleaved_ms_of(runs, rounds, 0))
         for module in (gpu_routed, gpu_decode):
             monkeypatch.setattr(module, "waits_for_gpu", lambda run: False)
@@ -307,6 +308,8 @@ def test_fp8_is_checked_timed_and_held_against_what_is_asked(
     monkeypatch.setattr(fp8_aligned, "DEEPGEMM", {(3, 128, 144): 1e3, (3, 144, 64): 500})
     sizes = {"E": 3, "H": 144, "I": 64, "C": 8}
     monkeypatch.setattr(gpu_fp8, "decode", partial(fp8_layers.decode, sizes=sizes))
+    monkeypatch.setattr(gpu_fp8, "fp4_products", partial(fp4_products.fp4_products, sizes={**sizes, "H": 160}))
+    monkeypatch.setattr(fp4_products, "TOKENS", (3,))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some")
     monkeypatch.setattr(sys, "argv", ["gpu_fp8", "--rounds", "2", "--name", "some.json", "--shapes", "A"])
     gpu_fp8.main()
@@ -320,6 +323,7 @@ def test_fp8_is_checked_timed_and_held_against_what_is_asked(
         ("m_grouped_fp8", "dgrad"): 2 * peers,
         ("m_grouped_fp8", "aligned"): 2,
         ("k_grouped_fp8", None): 2,
+        ("m_grouped_fp8_fp4", None): 2,
         **{("quantize", variant): 1 for variant in casts},
         **{("fp8_layer", variant): 1 for variant in layers},
         **{("masked_decode", f"{each}{hint}"): 2 for each in ("bf16", "fp8") for hint in ("", ", expected_rows")},
