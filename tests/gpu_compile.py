@@ -242,18 +242,17 @@ def launch_fp8(dtype: torch.dtype) -> None:
     """Casts from `dtype` and products of FP8, with FP4 too, for every tile of rows; E = 8 experts, depth 256."""
     experts, columns, depth = 8, 136, 256
     ends, w = torch.empty(experts, dtype=torch.int32), torch.empty(experts, columns, depth, dtype=dtype)
-    for fp8_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        for power_of_two in (False, True):
-            x = torch.empty(experts * 200, depth, dtype=dtype)
-            sent = reference.quantize_rows(x.float(), fp8_dtype, power_of_two)
-            for transpose in (False, True):
-                portable.quantize_blocks(w, fp8_dtype, power_of_two, transpose)
-            portable.quantize_columns(x, ends, ends, fp8_dtype, power_of_two)
-            portable.quantize_rows(x, fp8_dtype, power_of_two)
-            for expected_rows in (10, 20, 100):
-                portable.quantize_rows(x, fp8_dtype, power_of_two, ends, ends, None, expected_rows)
-            portable.quantize_columns(sent[0], ends, ends, fp8_dtype, power_of_two, sent[1])
-            portable.quantize_rows_and_columns(x, ends, ends, fp8_dtype, power_of_two)
+    for fp8_dtype, power_of_two in ((torch.float8_e4m3fn, False), (torch.float8_e5m2, True)):
+        x = torch.empty(experts * 200, depth, dtype=dtype)
+        sent = reference.quantize_rows(x.float(), fp8_dtype, power_of_two)
+        for transpose in (False, True):
+            portable.quantize_blocks(w, fp8_dtype, power_of_two, transpose)
+        portable.quantize_columns(x, ends, ends, fp8_dtype, power_of_two)
+        portable.quantize_rows(x, fp8_dtype, power_of_two)
+        for expected_rows in (10, 20, 100):
+            portable.quantize_rows(x, fp8_dtype, power_of_two, ends, ends, None, expected_rows)
+        portable.quantize_columns(sent[0], ends, ends, fp8_dtype, power_of_two, sent[1])
+        portable.quantize_rows_and_columns(x, ends, ends, fp8_dtype, power_of_two)
         weight = reference.quantize_blocks(w.float(), torch.float8_e4m3fn, False, False)
         weight_fp4 = quantize_fp4(w)
         for rows in (8, 24, 60, 200):
@@ -321,7 +320,8 @@ def launch_fused_fp8(activation: str, rows: int, dtype: torch.dtype, fp8_dtype: 
         x_fp8, dy_fp8 = (reference.quantize_rows(x, each, False) for each in (torch.float8_e4m3fn, fp8_dtype))
         for given, power_of_two in ((probs, True), (None, False)):
             portable.fc1_activation_fp8(*x_fp8, *w1, ends, ends, given, activation, dtype, power_of_two)
-            for wanted in ((True, True, True, True), (True, False, False, True), (False, True, True, False)):
+            outcomes = (True, True, True, True), (True, False, False, True), (False, True, True, False)
+            for wanted in outcomes if activation == "swiglu" else outcomes[:1]:
                 portable.fc2_dgrad_activation_fp8(
                     *dy_fp8, *w2, h, ends, ends, given, activation, fp8_dtype, power_of_two, *wanted
                 )
