@@ -106,7 +106,7 @@ FP8_HOPPER = {
     "product": {
         16: Tile(16, 128, 256, 4, 3, per_processor=2),
         32: Tile(32, 128, 256, 4, 3, per_processor=2),
-        64: Tile(64, 128, 128, 8, 4, per_processor=2),
+        64: Tile(64, 128, 128, 8, 3, per_processor=2),
         128: Tile(128, 64, 128, 8, 3, per_processor=2),
     }
 }
