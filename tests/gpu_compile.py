@@ -259,6 +259,8 @@ def launch_fp8(dtype: torch.dtype) -> None:
             x = torch.empty(experts * rows, depth)
             quantized = reference.quantize_rows(x, fp8_dtype, False)
             portable.m_grouped_gemm_fp8(*quantized, *weight, ends, ends, dtype)
+            by_pointer = weight[0].mT.contiguous().mT, weight[1]  # TMA wants unit strides
+            portable.m_grouped_gemm_fp8(*quantized, *by_pointer, ends, ends, dtype)
             portable.m_grouped_gemm_fp8_fp4(*quantized, *weight_fp4, ends, ends, dtype)
             every = rows == 200 and fp8_dtype == torch.float8_e4m3fn
             for activation in ACTIVATIONS if every else ["swiglu"]:

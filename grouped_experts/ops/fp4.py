@@ -32,7 +32,8 @@ from grouped_experts.rows import FP4_BLOCK, RowRanges
 class QuantizedFP4(NamedTuple):
     """data uint8 (E, N, K / 2), two e2m1 numbers a byte, that of the even column in its low four bits.
 
-    scales uint8 (E, N, K / 32), UE8M0: byte b is 2^(b - 127), 255 is NaN.
+    scales uint8 (E, N, K / 32), UE8M0: byte b is 2^(b - 127), 255 is NaN. Tensors of torch's own dtypes for them are
+    bytes with `.view(torch.uint8)`.
     """
 
     data: Tensor

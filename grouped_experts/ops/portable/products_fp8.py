@@ -203,11 +203,12 @@ def m_grouped_gemm_fp8(
     if not depth:
         return y.zero_()
     tiles = schedule_of(tiles, starts, ends, num_rows, expected_rows)
-    tile = choose_tile("product", x.dtype, capability(x.device), row_block(num_rows, experts, expected_rows))
+    tma_w = is_native(w) and suits_tma(w)
+    rows = row_block(num_rows, experts, expected_rows)
+    tile = choose_tile("product", x.dtype, capability(x.device), rows, "" if tma_w else "by pointer")
     programs = min(
         tile.per_processor * num_processors(x.device), (tiles.shape[0] - 1) * cdiv(columns, tile.block_n)
     )  # fmt: skip
-    tma_w = is_native(w) and suits_tma(w)
     if not y.numel() or not programs:
         return y
     kernel(
