@@ -93,7 +93,7 @@ def m_grouped_fp8_fp4_kernel(
             acc += product * x_scale[:, None]
         y = acc.to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + m.to(tl.int64)[:, None] * N + n[None, :], y, mask=known[:, None] & exists[None, :])
-    clear_gaps(y_ptr, tiles_ptr, N, BLOCK_M, WIDTH=8192 // BLOCK_M)
+    clear_gaps(y_ptr, tiles_ptr, N, BLOCK_M)
 
 
 @triton.jit

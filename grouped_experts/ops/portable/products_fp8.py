@@ -95,12 +95,13 @@ def m_grouped_fp8_kernel(
         y = acc.to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + m.to(tl.int64)[:, None] * N + n[None, :], y, mask=known[:, None] & (n < N)[None, :])
     if GAPS:
-        clear_gaps(y_ptr, tiles_ptr, N, BLOCK_M, WIDTH=8192 // BLOCK_M)
+        clear_gaps(y_ptr, tiles_ptr, N, BLOCK_M)
 
 
 @triton.jit
-def clear_gaps(y_ptr, tiles_ptr, N, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
-    """y (T, N) = 0 in rows of no expert, by all programs, WIDTH columns of a tile of the schedule at a time."""
+def clear_gaps(y_ptr, tiles_ptr, N, BLOCK_M: tl.constexpr):
+    """y (T, N) = 0 in rows of no expert, by all programs, some columns of a tile of the schedule at a time."""
+    WIDTH: tl.constexpr = 8192 // BLOCK_M
     num_owned = tl.load(tiles_ptr)
     num_gaps = tl.load(tiles_ptr + 1) - num_owned
     num_n = tl.cdiv(N, WIDTH)
